@@ -27,10 +27,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import take_rows
-from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
 
@@ -58,7 +57,7 @@ class FedALA(ClientRule):
     tasks_reason: ClassVar[str] = (
         "it computes the head alone, and language models share its weights with their first layer"
     )
-    needs = ("final_training",)
+    needs = ("final_training", "whole_updates")
     trains_alone: ClassVar[bool] = True
     has_personal_model: ClassVar[bool] = True
     # The paper's default and its neighbors.
@@ -66,12 +65,6 @@ class FedALA(ClientRule):
 
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other personal models, and clients that do not exchange the whole model."""
-        if method.sync is not None:
-            return f"fedala mixes the received head with the client's own, but {method.sync.name} sends parts of the model."
-        return other_personal(self, method)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""

@@ -79,8 +79,8 @@ class IFCA(ClientRule, ServerRule):
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
-        """Single updates, unless updates of all models are sent."""
-        return ("final_training",) if self.blocks else ("individual", "final_training")
+        """Whole updates; single ones, unless updates of all models are sent."""
+        return ("final_training", "whole_updates", *(() if self.blocks else ("individual",)))
 
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
@@ -95,14 +95,10 @@ class IFCA(ClientRule, ServerRule):
     # ---- before the run -------------------------------------------------------------------------------------------------
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that assume one model for all clients, or other models that serve them."""
-        if method.sync is not None:
-            return f"ifca needs updates of the whole model, but with {method.sync.name} parts of it are not sent."
+        """Reject rules that assume one model for all clients."""
         for rule in method.client:
             if rule is self:
                 continue
-            if rule.has_personal_model or "final_training" in rule.needs:
-                return f"{rule.name} and ifca both define the model that serves a client. Remove one of them."
             if type(rule).server_update is not WithServerHalf.server_update or rule.compresses_broadcast:
                 return f"{rule.name} assumes one model for all clients, but ifca trains several. Remove one of them."
             if self.blocks and rule.encodes:

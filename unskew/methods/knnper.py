@@ -28,12 +28,12 @@ from torch import Tensor, nn
 
 from unskew.data.federation import take_rows
 from unskew.errors import ConfigError
-from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.body_head import merge_slices
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Method, Slices, Tensors
+from unskew.protocol.rules import START, ClientRule, Context, Slices, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 from unskew.seeding import fold, uniform
 
@@ -146,10 +146,6 @@ class KNNPer(ClientRule, PartialSharing):
     def local_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the samples."""
         return store_slices(spec, True)
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject what all methods with a shared part reject, and other rules with personal models."""
-        return PartialSharing.conflict_with(self, method) or other_personal(self, method)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""

@@ -22,9 +22,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
+from unskew.protocol.rules import ClientRule, Context, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -61,10 +60,6 @@ class PerFedAvg(ClientRule):
     def num_parts(self) -> int:
         """Number of parts into which a batch is split."""
         return 3 if self.version == "hf" else 2
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other rules with personal models."""
-        return other_personal(self, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer, the number of local steps and the size of the batches.

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch
 from unskew.protocol.client_rule import Forward
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, SurveyTime, Tensors, Updates, Weights
+from unskew.protocol.rules import ClientRule, Context, ServerRule, SurveyTime, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -44,6 +44,7 @@ class QFedAvg(ClientRule, ServerRule):
     name: ClassVar[str] = "qfedavg"
     summary: ClassVar[str] = "larger weights for clients with larger losses, for equal accuracy"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:1905.10497"
+    needs = ("whole_updates",)
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, 1e38)}
@@ -53,12 +54,6 @@ class QFedAvg(ClientRule, ServerRule):
     spaces: ClassVar[Mapping[str, Space]] = {"q": log_range(1e-3, 10.0)}
 
     q: Annotated[float, Field(ge=0)] = 1.0
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that send only a part of the model."""
-        if method.sync is not None:
-            return f"qfedavg needs updates of the whole model, but with {method.sync.name} parts of it are not sent."
-        return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if ``1 / lr`` is not the curvature of SGD."""

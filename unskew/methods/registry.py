@@ -382,6 +382,17 @@ def _add(parts: Sequence[Method]) -> Method:
         raise MethodConflictError(
             f"A decoded update may be longer than the one that {stages['clip']} has clipped. Remove {stages['compress']}."
         )
+    personal = [rule.name for rule in total.client if rule.has_personal_model or "final_training" in rule.needs]
+    if len(personal) > 1:
+        raise MethodConflictError(
+            f"{personal[0]} and {personal[1]} both define a client's personal model. Remove one of them."
+        )
+    whole = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
+    if whole is not None and total.sync is not None:
+        raise MethodConflictError(
+            f"{whole} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. Remove "
+            "one of them."
+        )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:

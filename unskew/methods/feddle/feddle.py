@@ -48,7 +48,7 @@ from unskew.methods.feddle.search import (
 )
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import Method, MetricSpec, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import MetricSpec, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.seeding import fold
@@ -114,7 +114,7 @@ class Feddle(ServerRule):
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
-    needs = ("individual", "sent_statistics")
+    needs = ("individual", "sent_statistics", "whole_updates")
     weights: ClassVar[Weights | None] = "uniform"
     steps_without = "updates"
     summary_metrics = (
@@ -140,15 +140,6 @@ class Feddle(ServerRule):
     normalize: bool = True
     start: Literal["fallback", "zero"] = "fallback"
     half: bool = False
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject methods that send only slices, whose updates are not directions of the whole model."""
-        if method.sync is None:
-            return None
-        return (
-            f"feddle combines complete updates of several rounds, but with {method.sync.name} only parts of the model "
-            "are sent in most rounds. Remove one of them."
-        )
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the server data, the size of the atlas, and the model (raises ``ConfigError``)."""
