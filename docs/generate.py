@@ -7,13 +7,11 @@ GitHub. ``python docs/generate.py PAGE`` prints a page as the site shows it, wit
 
 from __future__ import annotations
 
-import ast
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ sys.path.insert(0, str(DOCS.parent))
 
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
+from unskew.config.field_docs import field_docs  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
 from unskew.config.sections import Section  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
@@ -225,9 +224,7 @@ def hooks(place: Place) -> str:
 
 def rule_attributes(place: Place) -> str:
     """The attributes that a rule may set, with their docstrings."""
-    rows = [
-        [slot, f"`{name}`", plain(text)] for slot, cls in rule_classes() for name, text in field_docstrings(cls).items()
-    ]
+    rows = [[slot, f"`{name}`", text] for slot, cls in rule_classes() for name, text in documented(cls).items()]
     return markdown_table(["slot", "attribute", "meaning"], rows)
 
 
@@ -278,24 +275,18 @@ def requirements(place: Place) -> str:
 # ---- configuration and command line -------------------------------------------------------------------------------------
 
 
-def field_docstrings(cls: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class."""
-    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
-    body = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == cls.__name__).body
-    found = {}
-    for field, text in pairwise(body):
-        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    return found
+def documented(cls: type) -> dict[str, str]:
+    """Return the docstrings below the fields of a class, by field."""
+    return {name: text for name, (_, text) in field_docs(Path(inspect.getfile(cls))).get(cls.__name__, {}).items()}
 
 
 def fields() -> dict[str, tuple[Any, str]]:
     """Return default and description of each field of the configuration; those of sections as ``section.field``."""
     found: dict[str, tuple[Any, str]] = {}
-    defaults, texts = experiment({}).model_dump(mode="json"), field_docstrings(Experiment)
+    defaults, texts = experiment({}).model_dump(mode="json"), documented(Experiment)
     for name, info in Experiment.model_fields.items():
         if isinstance(info.default, Section):
-            inner = field_docstrings(type(info.default))
+            inner = documented(type(info.default))
             found |= {f"{name}.{part}": (value, inner[part]) for part, value in defaults[name].items()}
         else:
             found[name] = defaults[name], texts[name]
@@ -310,8 +301,7 @@ def with_link(place: Place, text: str, name: str) -> str:
 def configuration(place: Place) -> str:
     """All fields of the configuration."""
     rows = [
-        [f"`{name}`", default_text(value), with_link(place, plain(text), name)]
-        for name, (value, text) in fields().items()
+        [f"`{name}`", default_text(value), with_link(place, text, name)] for name, (value, text) in fields().items()
     ]
     return markdown_table(["field", "default", "meaning"], rows)
 
