@@ -55,6 +55,7 @@ METHODS: dict[str, str] = {
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "fedcm": "unskew.methods.fedcm:FedCM",
+    "fedacg": "unskew.methods.fedacg:FedACG",
     "mimelite": "unskew.methods.mimelite:MimeLite",
     "mime": "unskew.methods.mime:Mime",
     "fedsmoo": "unskew.methods.fedsmoo:FedSMOO",
