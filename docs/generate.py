@@ -7,22 +7,24 @@ GitHub. ``python docs/generate.py PAGE`` prints a page as the site shows it, wit
 
 from __future__ import annotations
 
+import ast
 import inspect
 import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+from pydantic import BaseModel
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
-from unskew.config.field_docs import field_docs  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
-from unskew.config.sections import Section  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
     COMPOSITIONS,
     METHODS,
@@ -224,7 +226,9 @@ def hooks(place: Place) -> str:
 
 def rule_attributes(place: Place) -> str:
     """The attributes that a rule may set, with their docstrings."""
-    rows = [[slot, f"`{name}`", text] for slot, cls in rule_classes() for name, text in documented(cls).items()]
+    rows = [
+        [slot, f"`{name}`", plain(text)] for slot, cls in rule_classes() for name, text in field_docstrings(cls).items()
+    ]
     return markdown_table(["slot", "attribute", "meaning"], rows)
 
 
@@ -275,18 +279,27 @@ def requirements(place: Place) -> str:
 # ---- configuration and command line -------------------------------------------------------------------------------------
 
 
-def documented(cls: type) -> dict[str, str]:
-    """Return the docstrings below the fields of a class, by field."""
-    return {name: text for name, (_, text) in field_docs(Path(inspect.getfile(cls))).get(cls.__name__, {}).items()}
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the descriptions of a class's fields: the docstrings below them."""
+    described = {name: field.description for name, field in getattr(cls, "model_fields", {}).items()}
+    if all(described.values()) and described:
+        return {name: " ".join(str(text).split()) for name, text in described.items()}
+    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    body = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == cls.__name__).body
+    found = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
 
 
 def fields() -> dict[str, tuple[Any, str]]:
     """Return default and description of each field of the configuration; those of sections as ``section.field``."""
     found: dict[str, tuple[Any, str]] = {}
-    defaults, texts = experiment({}).model_dump(mode="json"), documented(Experiment)
+    defaults, texts = experiment({}).model_dump(mode="json"), field_docstrings(Experiment)
     for name, info in Experiment.model_fields.items():
-        if isinstance(info.default, Section):
-            inner = documented(type(info.default))
+        if isinstance(info.default, BaseModel):
+            inner = field_docstrings(type(info.default))
             found |= {f"{name}.{part}": (value, inner[part]) for part, value in defaults[name].items()}
         else:
             found[name] = defaults[name], texts[name]
@@ -301,7 +314,8 @@ def with_link(place: Place, text: str, name: str) -> str:
 def configuration(place: Place) -> str:
     """All fields of the configuration."""
     rows = [
-        [f"`{name}`", default_text(value), with_link(place, text, name)] for name, (value, text) in fields().items()
+        [f"`{name}`", default_text(value), with_link(place, plain(text), name)]
+        for name, (value, text) in fields().items()
     ]
     return markdown_table(["field", "default", "meaning"], rows)
 
@@ -315,14 +329,16 @@ def field_of(parameter: str) -> str | None:
 
 def option_row(place: Place, command: str, parameter: Any) -> list[str]:
     """Return the row of an option: its names, its default, and its description."""
-    field = field_of(parameter.name) if command in SHARING else None
-    default, text = parameter.default, parameter.help or ""
-    if field is not None and getattr(parameter, "rich_help_panel", None):
+    field = field_of(parameter.name) if getattr(parameter, "rich_help_panel", None) else None
+    help_text, _, stated = (parameter.help or "").partition(" [default: ")
+    default, text = parameter.default, plain(help_text)
+    if field is not None and command in SHARING:
         default, text = fields()[field]
-    shown = "" if default is None or default is False else default_text(default).replace("`true`", "on")
-    name = parameter.opts[0]
+    elif default is None and field is None:
+        default = stated.removesuffix("]") or None
+    shown = "" if default in (None, False) else default_text(default).replace("`true`", "on").replace("`on`", "on")
     cell = names([*parameter.opts, *parameter.secondary_opts])
-    return [cell, shown, with_link(place, plain(text), field if field in LINKS else name)]
+    return [cell, shown, with_link(place, plain(text), field if field in LINKS else parameter.opts[0])]
 
 
 def shared_by(name: str) -> tuple[str, ...]:

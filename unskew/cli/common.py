@@ -101,7 +101,7 @@ def given_on_command_line(*names: str) -> Callable[[Callable[..., None]], Callab
         for parameter in own.values():
             parameters.append(parameter)
             if parameter.name == "config":
-                kinds = {name: Annotated[FLAGS[name] | None, add_flag(name)] for name in names}
+                kinds = {name: Annotated[FLAGS[name][0] | None, add_flag(name)] for name in names}
                 parameters += [parameter.replace(name=name, annotation=kind) for name, kind in kinds.items()]
 
         @functools.wraps(command)
