@@ -336,7 +336,11 @@ def option_row(place: Place, command: str, parameter: Any) -> list[str]:
         default, text = fields()[field]
     elif default is None and field is None:
         default = stated.removesuffix("]") or None
-    shown = "" if default in (None, False) else default_text(default).replace("`true`", "on").replace("`on`", "on")
+    shown = (
+        ""
+        if default is None or default is False
+        else default_text(default).replace("`true`", "on").replace("`on`", "on")
+    )
     cell = names([*parameter.opts, *parameter.secondary_opts])
     return [cell, shown, with_link(place, plain(text), field if field in LINKS else parameter.opts[0])]
 
