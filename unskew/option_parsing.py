@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
+import inspect
 import math
 import os
+import re
 import sys
 import typing
 from collections.abc import Callable, Collection, Mapping
@@ -91,6 +93,21 @@ def option_defaults(cls: type) -> dict[str, object]:
     if not dataclasses.is_dataclass(cls):
         return {}
     return {field.name: field.default for field in dataclasses.fields(cls) if field.init}
+
+
+def option_meanings(cls: type) -> dict[str, str]:
+    """Return the descriptions of a class's options, from the section ``Attributes`` of its docstring and of its base classes.
+
+    >>> from unskew.methods.fedbuff import FedBuff
+    >>> list(option_meanings(FedBuff))
+    ['buffer_size', 'eta']
+    """
+    described: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
+        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
+        described |= {name: " ".join(text.split()) for name, text in entries}
+    return {name: described.get(name, "") for name in option_defaults(cls)}
 
 
 def check_no_effect(rule: object, options: Collection[str], cause: str) -> None:

@@ -179,7 +179,7 @@ def test_options_out_of_range_and_what_it_cannot_be_combined_with(capsys, tmp_pa
     for wrong in ("buffer_size=0", "eta=0", "eta=-1", "buffer_size=2.5"):
         with pytest.raises(ConfigError, match="ca2fl:"):
             unskew.method(f"ca2fl:{wrong}")
-    with pytest.raises(MethodConflictError, match="a part of the model at clients"):
+    with pytest.raises(MethodConflictError, match="only parts of the model are sent"):
         unskew.method("ca2fl+fedals")
     with pytest.raises(MethodConflictError, match="ca2fl reads the update of each individual client"):
         train(secure_aggregation="required")

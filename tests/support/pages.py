@@ -1,6 +1,8 @@
 """What the tests of README and docs read of a page."""
 
+import importlib.util
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +31,18 @@ def table(text):
 
 def first_names(text):
     return [row[0].strip("`") for row in table(text)]
+
+
+@cache
+def generator():
+    """The module that fills in what pages show of the code."""
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@cache
+def built(page):
+    """The text of a page of the documentation with its generated parts."""
+    return generator().expand(page.read_text(), page.relative_to(DOCS).as_posix())

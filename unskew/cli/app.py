@@ -136,7 +136,12 @@ def compare(
     parallel: Parallel = "1",
     references: References = None,
     budget: Annotated[
-        float | None, typer.Option("--budget", metavar="MINUTES", help="Do not start if the estimated time is longer.")
+        float | None,
+        typer.Option(
+            "--budget",
+            metavar="MINUTES",
+            help="Start nothing if all runs are estimated to take longer.",
+        ),
     ] = None,
     leave_out: Annotated[
         bool,

@@ -17,12 +17,24 @@ from unskew.errors import ConfigError, UnskewError
 from unskew.filesystem import user_cache, write_atomic
 
 
-def methods(as_json: AsJson = False) -> None:
-    """List all methods with slots, options and papers, including plugins of other packages."""
+def methods(
+    name: Annotated[
+        str | None, typer.Argument(help="Method to describe: its options, and methods that it conflicts with.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List all methods with slots, options and papers, including plugins of other packages; or describe one method."""
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
-    from unskew.cli.tables import methods_table
-    from unskew.methods.registry import COMPOSITIONS
+    from unskew.cli.tables import methods_table, print_method
+    from unskew.methods.registry import COMPOSITIONS, conflicts, describe_method, grouped_conflicts
 
+    if name is not None:
+        row = describe_method(name)
+        if as_json:
+            print_json({**row, "conflicts": conflicts(name)})
+        else:
+            print_method(console_for(), row, grouped_conflicts(name))
+        return
     registered = described()
     rows = [*registered, *plugin_methods()]
     if as_json:
@@ -54,7 +66,10 @@ def composition_rows(registered: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "slots": list(dict.fromkeys(slot for part in parts for slot in part["slots"])),
                 "summary": f"a name for {expression}",
                 "needs": "individual" if any(part["needs"] == "individual" for part in parts) else "sum",
+                "tasks": [task for task in parts[0]["tasks"] if all(task in part["tasks"] for part in parts)],
+                "delays": all(part["delays"] for part in parts),
                 "options": {},
+                "meanings": {},
                 "paper": paper,
                 "expression": expression,
             }

@@ -27,6 +27,8 @@ from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import client_metric_name, metric_of, objective_metric, primary_metric_name
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from unskew.measurements.site_differences import SiteDifferences
 
 
@@ -285,6 +287,30 @@ def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
         cells = (row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper)
         table.add_row(*cells)
     return table
+
+
+def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[str, Sequence[str]]) -> None:
+    """Print the description of one method: what it is, its options, and the methods that it conflicts with.
+
+    Args:
+        console: Console to print to.
+        row: Description of the method, see ``unskew.methods.registry.describe_method``.
+        conflicts: Names of the methods that it conflicts with, by reason.
+    """
+    reads = {"sum": "sums of updates", "individual": "single updates"}[row["needs"]]
+    facts = f"slots: {', '.join(row['slots'])}; the server reads {reads}; tasks: {', '.join(row['tasks'])}"
+    delays = "supported" if row["delays"] else "not supported"
+    console.print(f"{row['name']}: {row['summary']} ({row['paper']})\n{facts}; delays: {delays}", highlight=False)
+    table = ReflowTable()
+    for name in ("option", "default", "meaning"):
+        table.add_column(name)
+    for name, default in row["options"].items():
+        table.add_row(name, str(default), row["meanings"][name].replace("``", ""))
+    console.print(table if row["options"] else "It has no options.")
+    for reason, names in conflicts.items():
+        console.print(f"Not with {', '.join(names)}: {reason}", highlight=False)
+    if not conflicts:
+        console.print("It can be combined with all other methods.")
 
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:

@@ -64,17 +64,17 @@ class Experiment(DataSpec):
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
     buffers: Literal["average", "local", "reset"] = "average"
-    """Treatment of buffers: averaged like parameters, kept at each client, or reset in every round."""
+    """Buffers: ``average`` (like parameters), ``local`` (kept at each client) or ``reset`` (in every round)."""
 
     method: Annotated[str, METHOD, TRAINING] = "fedavg"
     """Method expression, such as ``fedprox:mu=0.1+scaffold``."""
     client_weighting: Annotated[Literal["auto", "samples", "uniform"], TRAINING] = "auto"
-    """Weights of clients in the aggregation: ``samples``, ``uniform``, or ``auto``, the method's default: by
-    samples unless its paper averages uniformly."""
+    """Weights of the clients: ``samples``, ``uniform``, or ``auto`` for the method's own (``samples`` unless its paper
+    averages uniformly)."""
     rounds: Annotated[int, Field(ge=1, le=10_000_000), TRAINING] = 50
     """Number of communication rounds."""
     participation: Annotated[float, Field(gt=0, le=1), TRAINING] = 1.0
-    """Share of clients per round."""
+    """Share of clients per round; at least one client, unless ``sampling`` is ``poisson``."""
     sampling: Annotated[str, TRAINING] = "fixed"
     """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
     ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
@@ -87,13 +87,13 @@ class Experiment(DataSpec):
     drop_last: bool = False
     """Skip the last batch of an epoch if it is smaller."""
     optimizer: Annotated[Literal["sgd", "adam", "adamw"], TRAINING] = "sgd"
-    """Client optimizer: ``sgd``, ``adam`` or ``adamw``."""
+    """Client optimizer: ``sgd``, ``adam`` or ``adamw``; created again in every round."""
     lr: Annotated[float, Field(gt=0, le=1e6, allow_inf_nan=False), TRAINING] = 0.1
     """Client learning rate; the default is 0.1 for sgd and 0.001 for adam and adamw."""
     lr_schedule: Annotated[str, TRAINING] = "constant"
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
-    """Unit of the numbers in ``lr_schedule``: rounds or local steps."""
+    """Unit of the numbers in ``lr_schedule``: ``round``, or ``step`` for local steps."""
     loss: Annotated[str, Field(pattern=LOSSES), TRAINING] = "auto"
     """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
     class_weights: Annotated[Literal["balanced"] | tuple[Positive, ...] | None, TRAINING] = None
@@ -107,7 +107,8 @@ class Experiment(DataSpec):
     clip_grad_norm: Positive | None = None
     """Maximum gradient norm; larger gradients of clients are clipped."""
     precision: Literal["fp32", "tf32", "fp64", "bf16"] = "fp32"
-    """Training precision; ``tf32`` differs from ``fp32`` on CUDA only; ``bf16`` is autocast with fp32 weights."""
+    """``fp32``, ``tf32`` (TensorFloat-32 on CUDA; equal to ``fp32`` elsewhere), ``fp64``, or ``bf16`` (autocast with fp32
+    weights)."""
     network: NetworkConfig = NetworkConfig()
     """Simulated network between clients and server."""
     attack: Annotated[AnyAttack | None, MACHINE] = None
@@ -153,7 +154,7 @@ class Experiment(DataSpec):
     early_stopping: Annotated[Annotated[int, Field(ge=1)] | None, EVALUATION] = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
     keep: Annotated[Literal["best", "last"], EVALUATION] = "last"
-    """Round whose model is the model of the run: ``last``, or ``best`` by the objective on the clients' held-out samples."""
+    """Model of the run: of the ``last`` round, or of the ``best`` one by the objective on the clients' held-out samples."""
     checkpoint_every: Annotated[int, Field(ge=1)] = 10
     """Number of rounds between checkpoints (one is always written after the last round)."""
     save_samples: Annotated[bool, EVALUATION] = False

@@ -20,9 +20,10 @@ class NetworkConfig(Section):
     delay: Annotated[str, MACHINE] = "none"
     """Rounds until an update arrives: ``none``, ``fixed:K``, ``half-normal:S``, ``lognormal:M,S`` or ``trace:FILE``."""
     delay_per: Literal["dispatch", "client"] = "dispatch"
-    """Draw a delay for every dispatch, or once per client."""
+    """Draw a delay per ``dispatch``, or one per ``client``."""
     uplink: str | None = None
-    """Bandwidth of a client to the server: a constant such as ``5MB/s``, or a distribution over clients."""
+    """Bandwidth of a client to the server: a constant such as ``5MB/s``, or a distribution over clients; unlimited if only
+    other speeds are set."""
     downlink: str | None = None
     """Bandwidth of a client from the server."""
     latency: str | None = None
@@ -82,7 +83,8 @@ class RayConfig(Section):
     """Options of the engine ``ray``."""
 
     address: Annotated[str | None, CLUSTER] = None
-    """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node; None means ``local`` for engine ``ray``."""
+    """Address: ``local``, ``auto``, or ``HOST:PORT`` of the head node, with which ``engine: auto`` uses ``ray``; None means
+    ``local`` for engine ``ray``."""
     cpus_per_worker: Annotated[int, Field(ge=1, le=4096)] = 1
     """Cores and threads of a task, which trains ``clients_per_group`` clients."""
     gpus_per_worker: Annotated[float, Field(ge=0, le=64, allow_inf_nan=False)] = 0.0
@@ -92,9 +94,9 @@ class RayConfig(Section):
     deadline: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Seconds without any reply of the cluster after which the run ends; None means no limit."""
     data: Literal["auto", "store", "nodes"] = "auto"
-    """Send data through the object store, or let nodes load them; with ``auto``, nodes load data that a URL names."""
+    """``store``: send data through the object store; ``nodes``: nodes load them; ``auto``: nodes load data named by a URL."""
     state: Literal["driver", "nodes"] = "driver"
-    """Send client state with each task, or store it in files of the run folder, which all nodes must see."""
+    """``driver``: send client state with each task; ``nodes``: store it in files that all nodes must see."""
 
     @pydantic.field_validator("address")
     @classmethod

@@ -313,7 +313,7 @@ class TextSpec(Section):
     columns: Annotated[ColumnNames, Flag("Data", "text")] = ()
     """Text columns, one or a pair: ``premise,hypothesis``; if empty, ``text`` or the data source's default."""
     tokenizer: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
-    """Tokenizer of texts: a name on the Hugging Face Hub, a folder, or ``bytes``; None means the model's tokenizer."""
+    """Name on the Hugging Face Hub, a folder, ``words`` or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
 
@@ -322,11 +322,11 @@ class CsvConfig(Section):
     """Format of CSV files; fields that are not set are detected for each file."""
 
     separator: str | None = None
-    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``."""
+    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``; detected if None."""
     decimal: str | None = None
-    """Decimal mark: ``point`` or ``comma``."""
+    """Decimal mark: ``point`` or ``comma``; detected if None."""
     encoding: str | None = None
-    """Character encoding, such as ``latin-1``."""
+    """Character encoding, such as ``latin-1``; detected if None."""
     thousands: str | None = None
     """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
     missing: str | int | float | tuple[str | int | float, ...] | None = None
@@ -334,7 +334,7 @@ class CsvConfig(Section):
     dates: str | None = None
     """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
     skip: Annotated[int, Field(ge=0)] | None = None
-    """Number of lines before the header."""
+    """Number of lines before the header; if None, ``sep=;``, empty lines and lines with ``#`` are skipped."""
     names: str | tuple[str, ...] = ()
     """Names of the columns of files without a header."""
 
@@ -371,7 +371,7 @@ class DataSpec(Section):
     data_path: Annotated[str | None, DATA] = None
     """Folder with the source's files, for offline use."""
     label: Annotated[ColumnName | None, DATA] = None
-    """Label column of a table; if it contains lists, the task is multi-label."""
+    """Label column of a table; if it contains lists, the task is multi-label; several columns with ``task: regression``."""
     label_separator: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
     """Separator between the labels of a sample in a string label column."""
     image: Annotated[ColumnName | None, DATA] = None
@@ -381,25 +381,24 @@ class DataSpec(Section):
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
     task: Annotated[Literal["auto", "regression"], DATA] = "auto"
-    """``regression`` predicts the numbers of one or more label columns."""
+    """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""
     dates: Annotated[ColumnNames, DATA] = ()
     """Date columns of a table."""
     missing: Annotated[Literal["error", "mean", "indicator"], DATA] = "error"
-    """Missing numbers in a table: ``error``, ``mean`` to replace them by the mean, or ``indicator`` to also mark them by an
-    additional input."""
+    """Missing numbers of a table: ``error`` (raise an error), ``mean`` (impute), or ``indicator`` (impute and flag)."""
     split_by: Annotated[str | None, DATA] = None
-    """Column whose values are never split between training and held-out rows: ``patient_id``; or ``time:COLUMN``,
-    ``column:COLUMN``."""
+    """Column whose values are never divided between training, held-out and test data; ``time:COLUMN`` holds out the newest
+    rows, ``column:COLUMN`` uses a predefined split."""
     csv: CsvConfig = CsvConfig()
     """Format of CSV files, if detection fails."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side length in pixels to which images are resized; None leaves them unchanged."""
+    """Side length in pixels to which all images are resized, including the server's; None leaves them unchanged."""
     max_classes: Annotated[int, Field(ge=2)] | None = None
-    """Keep only the samples of this many first classes."""
+    """Use only samples of the first classes, up to this number of classes."""
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
-    """Number of training samples to keep, drawn by the seed."""
+    """Number of training samples to keep, drawn by the seed; the test set is not reduced."""
     partition: Annotated[str, DATA] = "dirichlet:0.1"
     """Data partition, which assigns samples to clients: ``iid``, ``dirichlet:0.1``, ``classes:2``, ``sorted``, ..."""
     clients: Annotated[Annotated[int, Field(ge=1, le=100_000_000)] | None, DATA] = 10

@@ -23,9 +23,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.rules import PERSONAL, ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import PERSONAL, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 
 
@@ -34,9 +33,10 @@ class APFL(ClientRule):
     """Mixtures of a global and a client's own model.
 
     Attributes:
-        alpha: Initial weight of the own model; with 0 and ``adaptive=false`` the personal model is FedAvg's local model.
-        adaptive: Learn the weight at each client.
-        decay: With ``adaptive``, decay of the weight.
+        alpha: Weight of the own model, at first. With 0 and ``adaptive=false``, the personal model is FedAvg's local
+            model; with 1, it is trained alone.
+        adaptive: Learn the weight.
+        decay: Decay of the weight, with ``adaptive``. The default is that of the authors' code; the paper has none.
     """
 
     name: ClassVar[str] = "apfl"
@@ -49,10 +49,6 @@ class APFL(ClientRule):
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     adaptive: bool = True
     decay: Annotated[float, Field(ge=0)] = 0.02
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other rules with personal models."""
-        return other_personal(self, method)
 
     def begin(self, ctx: Context) -> Tensors:
         """Load the own model and its weight."""

@@ -31,7 +31,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import Method, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import ServerRule, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range, one_of
 
 
@@ -42,8 +42,8 @@ class CA2FL(ServerRule):
     Attributes:
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        buffer_size: Number of updates per server step, ``b``.
-        eta: Server learning rate.
+        buffer_size: Updates per server step, ``b``.
+        eta: The server's step.
     """
 
     name: ClassVar[str] = "ca2fl"
@@ -51,19 +51,11 @@ class CA2FL(ServerRule):
     paper: ClassVar[str] = "Wang et al. 2024, ICLR"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.01, 1.0), "buffer_size": one_of(10, 20, 50)}
-    needs = ("individual", "last_update", "sent_statistics")
+    needs = ("individual", "last_update", "sent_statistics", "whole_updates")
     weights: ClassVar[Weights | None] = "uniform"
 
     buffer_size: Annotated[int, Field(ge=1)] = 10
     eta: Annotated[float, Field(gt=0)] = 1.0
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject methods that keep a part of the model at clients."""
-        if method.sync is None:
-            return None
-        return (
-            f"ca2fl compares complete updates of a client, but {method.sync.name} keeps a part of the model at clients."
-        )
 
     @property
     def updates_per_step(self) -> int:  # type: ignore[override]

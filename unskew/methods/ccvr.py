@@ -52,8 +52,8 @@ class CCVR(ClientRule):
         samples: Drawn features per class.
         epochs: Passes over the drawn features.
         lr: Learning rate of the head; by default that of the run.
-        ridge: Variance added to each feature, so that the covariance can be inverted.
-        cov: ``full`` covariance of the features, or ``diagonal``, which sends less.
+        ridge: Variance added to each feature.
+        cov: ``full`` covariance, or ``diagonal``, which sends less.
     """
 
     name: ClassVar[str] = "ccvr"

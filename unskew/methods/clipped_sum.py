@@ -45,28 +45,35 @@ class ClippedSum(ClientRule, AggregateRule):
     """Differentially private mean of the updates, for one client added or removed.
 
     Attributes:
-        noise: Noise multiplier ``z``: standard deviation of the noise divided by the clipping norm.
-        epsilon: Largest privacy loss of the run. Without ``noise``, it determines the noise.
-        delta: Probability that the guarantee does not hold; by default ``K^-1.1``.
+        noise: Noise multiplier ``z``. Set ``noise``, ``epsilon`` or both.
+        epsilon: Privacy budget of the run. Without ``noise``, the noise is computed from it; with ``noise``, the run
+            stops before it is exceeded.
+        delta: Probability that the guarantee does not hold; none for ``K^-1.1``. It must be below ``1/K``.
         clip: Clipping norm ``C``; with ``adaptive``, that of the first round.
-        adaptive: Adapt the clipping norm to the quantile of the norms.
-        quantile: Share ``gamma`` of updates that should be within the norm.
-        clip_lr: Step size ``eta_C`` of the adaptation.
-        bit_noise: Standard deviation ``sigma_b`` of the noise of the bits; by default a 20th of the cohort.
-        streams: Clip all streams as one vector (``joint``), or each on its own (``apart``).
-        per_layer: Clip each of the ``L`` parameters of the model to ``C / sqrt(L)``.
-        accountant: Accountant for Poisson cohorts, ``rdp`` or the tighter ``prv``.
-        public_sizes: The clients' numbers of samples are public, so they may be used as weights.
-        reveal: Record the clients' training loss and diagnostics, which the guarantee does not cover.
-        noise_at: The server adds the noise, or each site adds a share of it (``sites``), which hides a client's data from
-            the server, too.
-        honest: With noise at the sites, minimum number ``t`` of sites in a sum that add their noise and do not reveal it.
-        reproducible: Compute noise and cohorts from the seed, so that runs can be repeated, without a guarantee.
+        adaptive: Adapt ``C`` to the norms of the updates.
+        quantile: Share of updates that should not be clipped.
+        clip_lr: Step size of the adaptation. ``quantile``, ``clip_lr`` and ``bit_noise`` are errors with
+            ``adaptive=false``.
+        bit_noise: Standard deviation ``σ_b`` of the noise on the number of clients that were not clipped; none for
+            ``m/20``. It must be above ``noise/2``.
+        streams: Clip the update and other uploads as one vector (``joint``), or each on its own (``apart``).
+        per_layer: Clip each of the model's ``L`` parameter tensors to ``C/√L``.
+        accountant: How the ``epsilon`` of all rounds together is computed with Poisson cohorts: ``rdp`` (Rényi
+            differential privacy) or ``prv`` (privacy random variables), which is slower and gives a smaller
+            ``epsilon``.
+        public_sizes: The clients' numbers of samples are public, so ``client_weighting: samples`` may be used.
+        reveal: Record the training loss, and allow ``diagnose`` and ``save_samples``, which the guarantee does not
+            cover.
+        noise_at: Who adds the noise: the ``server``, or the ``sites``.
+        honest: With ``noise_at=sites``, minimum number of clients in a sum that add their noise and do not reveal it.
+        reproducible: Compute noise and cohorts from the seed, so that the run can be repeated. There is then no
+            guarantee.
     """
 
     name: ClassVar[str] = "dp"
     summary: ClassVar[str] = "differential privacy of clients: clipped updates and noise"
     paper: ClassVar[str] = "McMahan et al. 2018, arXiv:1710.06963; Andrew et al. 2021, arXiv:1905.03871"
+    supports_delays: ClassVar[bool] = False
     weights: ClassVar[Weights | None] = "uniform"
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"bits": (-0.5, 0.5)}
     stage: ClassVar[Stage] = "clip"
@@ -144,7 +151,6 @@ class ClippedSum(ClientRule, AggregateRule):
         Raises:
             ConfigError: If something that clients send would not be protected, or the options are contradictory.
         """
-        run.need_no_delays(self.name)
         run.need_no_candidates(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")

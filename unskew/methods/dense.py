@@ -58,23 +58,26 @@ class Dense(ServerRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        start_round: First round, from 0, that ends with distillation.
-        epochs: Number of times that images are generated and the student is trained for one pass.
-        g_steps: Number of steps of a generator.
-        g_lr: Learning rate of a generator, for Adam.
-        batch: Number of images per generator, and per step of the student.
-        lambda_bn: Weight of the generator's BatchNorm term.
-        lambda_adv: Weight of the generator's adversarial term.
-        t: Temperature of the distillation; 20 is the authors' example.
+        start_round: First round, from 0, that ends with distillation; all later ones do too. Earlier rounds are FedAvg.
+            A shorter run raises an error.
+        epochs: Number of generators, and of passes of the student.
+        g_steps: Training steps of a generator.
+        g_lr: Learning rate of Adam on a generator.
+        batch: Images per generator, and per step of the student.
+        lambda_bn: Weight of ``BN_k``.
+        lambda_adv: Weight of the term that favors images on which student and ensemble differ.
+        t: Temperature ``T`` of the distillation.
         lr: Learning rate of the student's SGD.
         momentum: Momentum of the student's SGD.
-        keep_optimizer: Whether the student's momentum is kept from epoch to epoch.
-        augment: Whether the student and its teachers use randomly cropped and flipped images.
+        keep_optimizer: Keep the student's momentum from epoch to epoch. ``false`` creates a new optimizer per pass.
+        augment: In every pass, pad the images with 4 black pixels, crop and flip them at random. Ensemble and student
+            see the same images.
     """
 
     name: ClassVar[str] = "dense"
     summary: ClassVar[str] = "one upload; the ensemble is distilled on generated images"
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2112.12371"
+    supports_delays: ClassVar[bool] = False
     # lambda_adv: 0.5 to 1 in the authors' code; the others: one decade on each side of the authors' values.
     spaces: ClassVar[Mapping[str, Space]] = {
         "lr": log_range(1e-3, 0.1),
@@ -99,15 +102,14 @@ class Dense(ServerRule):
     augment: bool = True
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate data, delays and rounds.
+        """Validate data and rounds.
 
         Args:
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the data are not images, updates are delayed, or the run ends before the first distillation.
+            ConfigError: If the data are not images, or the run ends before the first distillation.
         """
-        run.need_no_delays(self.name)
         run.need_rounds_after(self.name, "start_round", self.start_round)
         spec = run.spec
         if len(spec.shape) != 3 or spec.integers:

@@ -29,7 +29,7 @@ class Ditto(ClientRule):
     """Personal models near the global one.
 
     Attributes:
-        lam: Strength ``lambda`` of the pull towards the global model; with 0 the personal model is trained locally only.
+        lam: Strength of the pull towards the global model; 0 is local training only.
     """
 
     name: ClassVar[str] = "ditto"

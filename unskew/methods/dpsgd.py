@@ -78,14 +78,17 @@ class DPSGD(ClientRule):
     """Differentially private local steps, for one sample of a client added or removed.
 
     Attributes:
-        noise: Noise multiplier ``sigma``: standard deviation of the noise divided by the clipping norm.
-        epsilon: Largest privacy loss of a client that takes part in all rounds. Without ``noise``, it determines the
-            noise of each client.
-        delta: Probability that the guarantee does not hold; by default ``n_k^-1.1``.
-        clip: Clipping norm ``C`` of the gradient of a sample.
-        accountant: Privacy accountant, ``rdp`` or the tighter ``prv``.
-        reveal: Record the clients' training loss and diagnostics, which the guarantee does not cover.
-        reproducible: Compute noise and batches from the seed, so that runs can be repeated, without a guarantee.
+        noise: Noise multiplier ``σ``, the same at all clients. Set ``noise``, ``epsilon`` or both.
+        epsilon: Privacy budget of each client. Without ``noise``, each client computes its own noise from it, for its
+            ``q_k`` and the steps of all rounds; with ``noise``, unskew raises an error if the budget does not suffice
+            for all rounds.
+        delta: Probability that the guarantee does not hold; none for ``n_k^-1.1``. It must be below ``1/n_k`` at every
+            client.
+        clip: Clipping norm ``C`` of the gradient of one sample.
+        accountant: ``rdp`` or ``prv``; ``prv`` is slower and gives a smaller ``epsilon``.
+        reveal: Record the training loss, and allow ``diagnose``, which the guarantee does not cover.
+        reproducible: Compute noise and batches from the seed, so that the run can be repeated. There is then no
+            guarantee. With ``dp``, set it for both or none.
     """
 
     name: ClassVar[str] = "dpsgd"

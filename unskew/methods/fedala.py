@@ -27,11 +27,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.data.federation import take_rows
-from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.payload import scatter_slices
-from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
 
@@ -48,8 +47,8 @@ class FedALA(ClientRule):
     """Learned mixtures of a client's own head and the global one, from which it trains.
 
     Attributes:
-        eta: Learning rate of the weights; 0 is FedAvg.
-        share: Share of a client's samples on which the weights are learned.
+        eta: Learning rate of the weights. With 0, they stay 1, and this is FedAvg.
+        share: Share of the client's samples on which the weights are learned, drawn again in every round.
     """
 
     name: ClassVar[str] = "fedala"
@@ -59,7 +58,7 @@ class FedALA(ClientRule):
     tasks_reason: ClassVar[str] = (
         "it computes the head alone, and language models share its weights with their first layer"
     )
-    needs = ("final_training",)
+    needs = ("final_training", "whole_updates")
     trains_alone: ClassVar[bool] = True
     has_personal_model: ClassVar[bool] = True
     # The paper's default and its neighbors.
@@ -67,12 +66,6 @@ class FedALA(ClientRule):
 
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other personal models, and clients that do not exchange the whole model."""
-        if method.sync is not None:
-            return f"fedala mixes the received head with the client's own, but {method.sync.name} sends parts of the model."
-        return other_personal(self, method)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""

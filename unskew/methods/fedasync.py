@@ -35,9 +35,9 @@ class FedAsync(ServerRule):
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         alpha0: Weight of an update that is not stale.
-        staleness: Function by which the weight decreases with staleness.
-        a: Steepness of ``polynomial`` and ``hinge``; the paper uses 0.5 and 10.
-        b: Staleness up to which ``hinge`` stays constant; the paper uses 4.
+        staleness: How the weight decreases with age: ``constant``, ``polynomial`` or ``hinge``.
+        a: Steepness of ``polynomial`` and ``hinge``. The paper uses 0.5 for ``polynomial``, 10 for ``hinge``.
+        b: Age up to which ``hinge`` keeps the full weight, as in the paper.
     """
 
     name: ClassVar[str] = "fedasync"

@@ -21,8 +21,9 @@ class FedAvg(ServerRule):
     """Federated averaging.
 
     Attributes:
-        eta: Server learning rate; 1 is the paper's plain average.
-        discard_late: With delays, ignore updates of clients that received the model in an earlier round.
+        eta: The server's step; 1 is the paper's.
+        discard_late: With delays, discard updates of earlier rounds. By default they are averaged in the round in which
+            they arrive. Synchronous FedAvg as in Equation 3 of the Feddle paper discards them.
     """
 
     name: ClassVar[str] = "fedavg"

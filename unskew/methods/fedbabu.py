@@ -19,10 +19,10 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.protocol.rules import ClientRule, Context, Method, Slices, Tensors
+from unskew.protocol.rules import ClientRule, Context, Slices, Tensors
 from unskew.protocol.search_space import Space, one_of
 
 
@@ -46,10 +46,6 @@ class FedBABU(ClientRule, PartialSharing):
     def shared_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the body. No slices are personal, because all clients have the initial head."""
         return tuple(spec.parts["body"])
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject what all methods with a shared part reject, and other rules with personal models."""
-        return super().conflict_with(method) or other_personal(self, method)
 
     def begin(self, ctx: Context) -> Tensors:
         """Store the position of the part that is trained."""

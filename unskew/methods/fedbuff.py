@@ -31,8 +31,8 @@ class FedBuff(ServerRule):
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
-        buffer_size: Number of updates per server step, ``b``.
-        eta: Server learning rate.
+        buffer_size: Updates per server step, ``b``.
+        eta: The server's step.
     """
 
     name: ClassVar[str] = "fedbuff"

@@ -53,10 +53,10 @@ class FedCM(GlobalMomentum):
         return 1 - self.alpha
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject partial updates, and updates that are already divided by the number of steps."""
+        """Reject updates that are already divided by the number of steps."""
         if any(rule.name == "fednova" for rule in method.client):
             return "fednova divides updates by their number of steps, and fedcm would do so again; use one of them."
-        return super().conflict_with(method)
+        return None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k sum_t lr_t``."""

@@ -23,7 +23,6 @@ from pydantic.dataclasses import dataclass
 
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import ClientRule
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, uniform_range
 
 ROUNDING = 1e-12
@@ -36,14 +35,15 @@ class FedDisco(ClientRule):
 
     Attributes:
         a: Strength with which discrepancy reduces a weight.
-        b: Constant that is added to all weights.
-        distance: Discrepancy between class shares: ``kl`` (normalized over the cohort), ``l1``, ``l2`` or ``cosine``.
-        target: Class shares to compare with: ``uniform``, or those of ``all`` clients together.
+        b: Constant that is added to all weights. With ``a=0,b=0`` it is FedAvg.
+        distance: ``kl``, or ``l1``, ``l2`` or ``cosine``, which are not normalized over the cohort.
+        target: Shares to compare with: equal for all classes, or those of ``all`` clients together.
     """
 
     name: ClassVar[str] = "feddisco"
     summary: ClassVar[str] = "smaller weights for clients with skewed classes"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2305.19229"
+    supports_delays: ClassVar[bool] = False
     tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "its weights compare the shares of classes"
     # Around the defaults.
@@ -53,11 +53,6 @@ class FedDisco(ClientRule):
     b: Annotated[float, Field(ge=0)] = 0.1
     distance: Literal["kl", "l1", "l2", "cosine"] = "kl"
     target: Literal["uniform", "all"] = "uniform"
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that all updates of a mean belong to one cohort."""
-        run.need_no_delays(self.name)
-        return ()
 
     def weights(self, facts: FederationInfo, cohort: Sequence[int]) -> np.ndarray:
         """Return the weights ``n_S p_k`` of a cohort before normalization, ``[len(cohort)]``.

@@ -33,8 +33,9 @@ class FedExP(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        epsilon: Constant that keeps the step finite if updates cancel.
-        evaluate: Evaluated model: ``mean`` of the last two iterates, as in the paper, or the ``last`` one.
+        epsilon: Keeps the step finite if updates cancel.
+        evaluate: Evaluate the mean of the last two server models, as in the paper, or the ``last`` one. The last one is
+            always broadcast.
     """
 
     name: ClassVar[str] = "fedexp"

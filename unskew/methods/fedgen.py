@@ -57,22 +57,24 @@ class FedGen(ClientRule):
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
-        a: Weight of the cross-entropy term in round 0; with ``a`` and ``b`` 0 this is FedAvg.
-        b: Weight of the distillation term in round 0.
-        decay: Factor of ``a`` and ``b`` per round.
-        labels: Classes from which ``y~`` is drawn: the client's ``own`` or those of ``all`` clients.
-        gen_steps: Number of generator steps after each round; the authors' code uses 40.
-        gen_lr: Learning rate of the generator, for Adam.
-        batch: Number of generated features per step, at the server and at clients.
-        beta_s: Weight of the adversarial term.
+        a: Weight of the cross-entropy on generated features. ``a=0,b=0`` is FedAvg.
+        b: Weight of the distillation.
+        decay: Factor of both per round.
+        labels: ``ỹ`` is drawn uniformly from the classes of all clients, as in the authors' code, or from the client's
+            ``own``. The server collects the classes from the clients' counts and sends them with the generator.
+        gen_steps: Generator steps after each round, as in the authors' code.
+        gen_lr: Learning rate of Adam on the generator.
+        batch: Generated features per step.
+        beta_s: Weight of the server's adversarial term.
         eta_div: Weight of the diversity term.
-        hidden: Hidden width of the generator; the authors' value for MNIST (they use 512 for CIFAR).
-        noise: Noise dimension of the generator; the authors' value for MNIST (they use 64 for CIFAR).
+        hidden: Units of the generator's single hidden layer, with ReLU.
+        noise: Dimension of ``ε``. The authors use these two defaults for MNIST, and 512 and 64 for CIFAR.
     """
 
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
+    supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     # One decade on each side of the original's 10.
@@ -112,15 +114,14 @@ class FedGen(ClientRule):
         return LatentGenerator(spec.classes, self.noise, self.hidden, spec.feature_shape[0])
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate model and delays.
+        """Validate the model.
 
         Args:
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the head is frozen or its inputs are not vectors, or updates are delayed.
+            ConfigError: If the head is frozen or its inputs are not vectors.
         """
-        run.need_no_delays(self.name)
         self.generator(run.spec)
         return ()
 

@@ -28,7 +28,7 @@ class FedLC(LogitAdjustment):
     """Logits calibration.
 
     Attributes:
-        tau: Strength of the margins; 0 is FedAvg.
+        tau: Strength of the margins; 0 is FedAvg, which excludes no class.
     """
 
     name: ClassVar[str] = "fedlc"

@@ -37,15 +37,12 @@ class FedNova(ClientRule, ServerRule):
     name: ClassVar[str] = "fednova"
     summary: ClassVar[str] = "averages updates per local step, so clients with more steps get no more weight"
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
+    needs = ("whole_updates",)
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"length": (0.0, 1e38)}
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that compute the clients' models from updates, or that send only a part of the model."""
-        if method.sync is not None:
-            return (
-                f"fednova normalizes updates of the whole model, but with {method.sync.name} parts of it are not sent."
-            )
+        """Reject rules that compute the clients' models from updates."""
         reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
         return f"{reader} computes clients' models from their updates, which fednova normalizes." if reader else None
 

@@ -32,8 +32,8 @@ class FedNTD(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        beta: Weight of the distillation; 0 is FedAvg.
-        tau: Temperature.
+        beta: Strength; 0 is FedAvg.
+        tau: Temperature of both softmaxes.
     """
 
     name: ClassVar[str] = "fedntd"

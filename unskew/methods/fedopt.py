@@ -61,9 +61,9 @@ class FedAdagrad(_FedOpt):
     """Adagrad at the server.
 
     Attributes:
-        eta: Server step, to be tuned.
-        beta1: First-moment decay; 0 in the paper.
-        tau: Adaptivity: smaller is more adaptive.
+        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        beta1: Decay of the first moment. The paper's 0 means ``m = Δ``.
+        tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.
     """
 
     name: ClassVar[str] = "fedadagrad"
@@ -84,10 +84,10 @@ class FedYogi(_FedOpt):
     """Yogi at the server.
 
     Attributes:
-        eta: Server step, to be tuned.
-        beta1: First-moment decay.
-        beta2: Second-moment decay.
-        tau: Adaptivity: smaller is more adaptive.
+        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.
     """
 
     name: ClassVar[str] = "fedyogi"
@@ -109,10 +109,10 @@ class FedAdam(_FedOpt):
     """Adam at the server.
 
     Attributes:
-        eta: Server step, to be tuned.
-        beta1: First-moment decay.
-        beta2: Second-moment decay.
-        tau: Adaptivity: smaller is more adaptive.
+        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        beta1: Decay of the first moment.
+        beta2: Decay of the second moment.
+        tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.
     """
 
     name: ClassVar[str] = "fedadam"

@@ -30,7 +30,8 @@ class FedPer(PartialSharing):
     """Shared base layers and personal last layers, trained together.
 
     Attributes:
-        personal: Number of last layers that stay at the clients; 0 is FedAvg.
+        personal: Number of last layers that stay at the clients, in order of depth (``unskew models MODEL`` shows
+            them). 0 is FedAvg.
     """
 
     name: ClassVar[str] = "fedper"

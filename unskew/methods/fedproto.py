@@ -51,7 +51,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
 
     Attributes:
         sends_model: False, because clients send only their class means.
-        ld: Strength of the pull of features towards the mean of their class.
+        ld: Strength of the pull; with 0 clients train alone.
     """
 
     name: ClassVar[str] = "fedproto"
@@ -83,8 +83,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that there are no delays; warn about the global model."""
-        super().check(run)
+        """Warn about the global model."""
         return (
             "fedproto exchanges no model, so the global model stays the initial one. Read the personal metrics.",
             *run.told_without_body(self.name, "ld"),

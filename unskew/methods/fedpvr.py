@@ -37,7 +37,7 @@ class FedPVR(ClientRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        layers: Number of corrected linear layers, counted from the last; 0 for all of them.
+        layers: Number of linear layers corrected, counted from the end: 1 is the last one only, 0 all of them.
     """
 
     name: ClassVar[str] = "fedpvr"

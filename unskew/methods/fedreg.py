@@ -46,10 +46,11 @@ class FedReg(ClientRule):
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        gamma: Weight of the local model in the point at which the gradient is computed.
-        eta_s: Step size of the pseudo data; perturbed data use a hundredth of it.
+        gamma: Share of the local model in the point ``m`` at which the gradient is taken.
+        eta_s: Step size of the pseudo data.
         iterations: Number of sign-gradient steps.
-        clamp: Limit the generated inputs to the range of the batch.
+        clamp: Clamp the inputs to the range of the batch after every sign step. The authors' code calls ``clamp`` but
+            discards the result, so its inputs are not bounded either.
     """
 
     name: ClassVar[str] = "fedreg"

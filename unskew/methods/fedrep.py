@@ -39,7 +39,9 @@ class FedRep(ClientRule, PartialSharing):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        head_share: Share of the local steps that train the head; the remaining steps train the body.
+        head_share: Share of the local steps that train the head; half a step is rounded up. With 0 no head is trained,
+            with 1 no body. The default is ten epochs on the head and five on the body, as in all scripts of the
+            authors' code but one: CIFAR-10 with 100 clients of two classes uses 0.909, one epoch on the body.
     """
 
     name: ClassVar[str] = "fedrep"

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
-from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.body_head import replace_linear_head, slices_where
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
@@ -67,7 +67,7 @@ class FedRoD(LogitAdjustment, PartialSharing):
     """Generic and personal heads on a shared body.
 
     Attributes:
-        gamma: Strength of the balanced softmax of the generic head.
+        gamma: Strength of the balanced softmax.
     """
 
     name: ClassVar[str] = "fedrod"
@@ -102,9 +102,11 @@ class FedRoD(LogitAdjustment, PartialSharing):
         return head_slices(spec, True)
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject what rules with adjusted logits, a shared part or personal models reject."""
+        """Reject what rules with adjusted logits, or a shared part reject."""
         adjusted = LogitAdjustment.conflict_with(self, method)
-        return adjusted or PartialSharing.conflict_with(self, method) or other_personal(self, method)
+        other = next((rule.name for rule in method.client if "final_training" in rule.needs), None)
+        own = f"{other} and fedrod both define a client's personal model. Remove one of them." if other else None
+        return adjusted or PartialSharing.conflict_with(self, method) or own
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the loss has no class weights, and that updates are not delayed; warn about single classes."""

@@ -31,7 +31,7 @@ class FedRS(LogitAdjustment):
 
     Attributes:
         alpha: Factor of the logits of absent classes; 1 is FedAvg.
-        form: Factors as in the ``paper`` or in the ``authors``' code, which also removes the bias of the head.
+        form: Factors as in the ``paper`` or in the ``authors``' code.
     """
 
     name: ClassVar[str] = "fedrs"

@@ -28,7 +28,8 @@ class FedSAM(ClientRule):
     """Sharpness-aware local training.
 
     Attributes:
-        rho: Radius of the perturbation; 0 is FedAvg.
+        rho: Radius of the perturbation; 0 is FedAvg. The default is from the text of the FedCOG paper; its authors'
+            code uses 0.05.
     """
 
     name: ClassVar[str] = "fedsam"

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -47,13 +47,14 @@ class FedSMOO(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        rho: Radius of the perturbation; 0 is FedDyn with ``alpha=lam``.
+        rho: Radius of the perturbation; 0 is ``feddyn:alpha=lam``.
         lam: Strength of the regularization.
     """
 
     name: ClassVar[str] = "fedsmoo"
     summary: ClassVar[str] = "flat minima that clients agree on: regularized model and perturbation"
     paper: ClassVar[str] = "Sun et al. 2023, arXiv:2305.11584"
+    needs = ("whole_updates",)
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     # One decade around the authors' 0.1 for both.
@@ -61,12 +62,6 @@ class FedSMOO(ClientRule, ServerRule):
 
     rho: Annotated[float, Field(ge=0)] = 0.1
     lam: Annotated[float, Field(gt=0)] = 0.1
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that send only a part of the model."""
-        if method.sync is not None:
-            return f"fedsmoo needs updates of the whole model, but with {method.sync.name} parts of it are not sent."
-        return None
 
     def begin(self, ctx: Context) -> Tensors:
         """Load the client's two dual variables."""

@@ -15,8 +15,7 @@ from typing import ClassVar
 
 from pydantic.dataclasses import dataclass
 
-from unskew.methods.partial_sharing import other_personal
-from unskew.protocol.rules import ClientRule, Method
+from unskew.protocol.rules import ClientRule
 
 
 @dataclass(frozen=True)
@@ -27,7 +26,3 @@ class FineTune(ClientRule):
     summary: ClassVar[str] = "evaluates clients after local training from the final model"
     paper: ClassVar[str] = "Wang et al. 2019, arXiv:1910.10252"
     needs = ("final_training",)
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other rules with personal models."""
-        return other_personal(self, method)

@@ -78,8 +78,9 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
     """Exact averages of LoRA updates, also with different ranks.
 
     Attributes:
-        ranks: Ranks of the clients' factors, separated by slashes; client ``k`` has rank number ``k`` modulo their count.
-            Empty for the model's rank.
+        ranks: Ranks of the clients' factors, separated by slashes, at most the ``r`` of the model. Client ``k`` has
+            rank number ``k`` modulo their count. Empty for ``r`` at all clients. The scale ``s`` of the model is the
+            same for all ranks.
     """
 
     name: ClassVar[str] = "flora"
@@ -175,7 +176,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
             )
         if run.spec.buffer_sizes:
             raise ConfigError("flora does not train normalization layers, so the model cannot have BatchNorm.")
-        return SyncRule.check(self, run)
+        return ()
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import ClientRule, Context, Tensors
 
 
 class GlobalMomentum(ClientRule):
     """Momentum ``m`` that the server computes once per round; every local step uses ``(1 - share) g + share m``."""
 
+    needs: ClassVar[tuple[str, ...]] = ("whole_updates",)
+
     @property
     def share(self) -> float:
         """Share of the momentum in a local step; 0 is FedAvg."""
         raise NotImplementedError
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that send only a part of the model."""
-        if method.sync is not None:
-            return (
-                f"{self.name} has a momentum of the whole model, but with {method.sync.name} parts of it are not sent."
-            )
-        return None
 
     def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
         """Initialize ``m = 0``."""

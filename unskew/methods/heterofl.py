@@ -39,7 +39,7 @@ from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec, mask_slices, slices_mask
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
-from unskew.protocol.rules import Context, Method, Slices, SyncRule, Tensors, Weights
+from unskew.protocol.rules import Context, Method, Slices, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -53,9 +53,9 @@ class HeteroFL(LogitAdjustment, PartialSharing):
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         rolling: Whether the units of a sub-model shift by one in every round.
-        rates: Shares of the units of hidden layers, separated by slashes; client ``k`` has rate number ``k``
-            modulo their count.
-        mask_labels: Whether logits of classes that a client does not have are 0 in its loss.
+        rates: Shares of the units, separated by slashes. Client ``k`` has rate number ``k`` modulo their count, so with
+            three rates clients 0, 3, 6, ... train the full model. ``rates: 1`` is FedAvg.
+        mask_labels: In classification, logits of classes that a client does not have are 0 in its loss.
     """
 
     name: ClassVar[str] = "heterofl"
@@ -93,14 +93,14 @@ class HeteroFL(LogitAdjustment, PartialSharing):
         return not self.mask_labels
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that all layers of the model can be narrowed, and that updates are not delayed.
+        """Validate that all layers of the model can be narrowed.
 
         Args:
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If a layer is neither linear, a convolution nor BatchNorm, no client could send the statistics of
-                BatchNorm, or the run has delays.
+            ConfigError: If a layer is neither linear, a convolution nor BatchNorm, or no client could send the statistics of
+                BatchNorm.
         """
         submodel(run.spec, min(self.shares), 0)
         if sum(run.spec.buffer_sizes) and 1 not in self.shares:
@@ -108,7 +108,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
                 f"Only clients with the full model send the statistics of BatchNorm, but {self.name}:rates={self.rates} has "
                 "no rate 1. Add it, or use a model without BatchNorm."
             )
-        return SyncRule.check(self, run)
+        return ()
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject what rules with a shared part or adjusted logits reject."""

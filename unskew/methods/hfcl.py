@@ -28,7 +28,7 @@ class HFCL(TrainsAtServer):
     """Hybrid federated and centralized learning; see ``TrainsAtServer`` for the budget.
 
     Attributes:
-        n_s: Weight of the server's update; None: its number of samples, or 1 with uniform client weighting.
+        n_s: The server's weight; by default its number of samples, or 1 with uniform weights. 0 is FedAvg.
     """
 
     name: ClassVar[str] = "hfcl"

@@ -21,7 +21,7 @@ only sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Annotated, Any, ClassVar
 
 import torch
@@ -45,7 +45,6 @@ from unskew.protocol.rules import (
     Weights,
     WithServerHalf,
 )
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.protocol.updates import nonzero_divisors
 from unskew.seeding import generator
@@ -57,14 +56,17 @@ class IFCA(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        groups: Number of models; 1 is FedAvg.
-        spread: Standard deviation of the relative difference between the first models.
-        blocks: Send updates of all models, so that the server needs only sums.
+        groups: Number of models; 1 is ``fedavg`` with uniform weights.
+        spread: Relative difference of the first models: ``θ_1`` is the model of the run, and ``θ_j = θ_1 (1 + spread
+            ε_j) / √(1 + spread²)`` with standard normal ``ε_j`` for the others.
+        blocks: Send an update for each model, which is zero except for the chosen one. The server then needs only sums;
+            the traffic up is ``(d + 2) groups``.
     """
 
     name: ClassVar[str] = "ifca"
     summary: ClassVar[str] = "one model per group of clients, which choose by their loss"
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
+    supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"
@@ -77,8 +79,8 @@ class IFCA(ClientRule, ServerRule):
 
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
-        """Single updates, unless updates of all models are sent."""
-        return ("final_training",) if self.blocks else ("individual", "final_training")
+        """Whole updates; single ones, unless updates of all models are sent."""
+        return ("final_training", "whole_updates", *(() if self.blocks else ("individual",)))
 
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
@@ -93,24 +95,15 @@ class IFCA(ClientRule, ServerRule):
     # ---- before the run -------------------------------------------------------------------------------------------------
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that assume one model for all clients, or other models that serve them."""
-        if method.sync is not None:
-            return f"ifca needs updates of the whole model, but with {method.sync.name} parts of it are not sent."
+        """Reject rules that assume one model for all clients."""
         for rule in method.client:
             if rule is self:
                 continue
-            if rule.has_personal_model or "final_training" in rule.needs:
-                return f"{rule.name} and ifca both define the model that serves a client. Remove one of them."
             if type(rule).server_update is not WithServerHalf.server_update or rule.compresses_broadcast:
                 return f"{rule.name} assumes one model for all clients, but ifca trains several. Remove one of them."
             if self.blocks and rule.encodes:
                 return f"{rule.name} encodes one update, but ifca:blocks=true sends several. Set blocks=false."
         return None
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that all updates of a round start from the same models."""
-        run.need_no_delays(self.name)
-        return ()
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 

@@ -26,12 +26,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.data.federation import take_rows
-from unskew.methods.partial_sharing import PartialSharing, other_personal
+from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.body_head import replace_linear_head, slices_where
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Method, Slices, Tensors
+from unskew.protocol.rules import START, ClientRule, Context, Slices, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 from unskew.seeding import fold, uniform
 
@@ -88,9 +88,9 @@ class KNNPer(ClientRule, PartialSharing):
 
     Attributes:
         k: Number of neighbors.
-        lam: Weight of the neighbors' labels; 0 is the global model.
-        scale: Width of the kernel, relative to the number of features.
-        capacity: Largest number of samples that a client stores.
+        lam: Weight of the neighbors, from 0 (the global model) to below 1.
+        scale: Width of the kernel, relative to ``f``.
+        capacity: Largest number of samples that a client stores. A client with more stores a random selection.
     """
 
     name: ClassVar[str] = "knnper"
@@ -130,10 +130,6 @@ class KNNPer(ClientRule, PartialSharing):
     def local_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the samples."""
         return store_slices(spec, True)
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject what all methods with a shared part reject, and other rules with personal models."""
-        return PartialSharing.conflict_with(self, method) or other_personal(self, method)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""

@@ -31,7 +31,7 @@ class LGFedAvg(PartialSharing):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        share: Number of last layers that are shared.
+        share: Number of last layers that are shared, in order of depth. The authors share 1, and 2 for CIFAR-10.
     """
 
     name: ClassVar[str] = "lgfedavg"

@@ -33,7 +33,8 @@ class Mime(MimeLite):
     """Momentum of full gradients, with a correction of local steps.
 
     Attributes:
-        beta: Share of the momentum in a local step; 0 is the correction alone.
+        beta: Share of the momentum in a local step; 0 is the correction alone, which is SVRG with the gradient of the
+            cohort.
     """
 
     name: ClassVar[str] = "mime"

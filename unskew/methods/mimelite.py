@@ -39,7 +39,7 @@ class MimeLite(GlobalMomentum):
     paper: ClassVar[str] = "Karimireddy et al. 2020, arXiv:2008.03606"
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
-    needs = ("full_gradient",)
+    needs = ("full_gradient", "whole_updates")
     # Around the default.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": uniform_range(0.5, 0.99)}
 

@@ -41,10 +41,13 @@ class Moon(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        mu: Weight of the contrastive loss; 0 is FedAvg.
-        temperature: Temperature ``T``.
-        first: Treatment of clients without a previous model: ``omit`` the term, or use the ``global`` model.
-        projection: Units of the projection head; 0 for none.
+        mu: Strength; 0 removes the term. The default is that of the authors' code, which recommends tuning it in 0.001
+            to 10.
+        temperature: ``T``.
+        first: A client without a previous model leaves the term out. ``global`` uses the received model as the previous
+            one, which makes the term a constant.
+        projection: Units of a two-layer projection between features and head, as in the authors' code; 0 for none. It
+            requires a linear head.
     """
 
     name: ClassVar[str] = "moon"

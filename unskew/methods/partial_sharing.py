@@ -8,20 +8,8 @@ from unskew.errors import ConfigError
 from unskew.models.body_head import merge_slices
 from unskew.models.layer_groups import layer_groups
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import ClientRule, Method, Rule, ServerRule, Slices, SyncRule, Tensors
+from unskew.protocol.rules import ClientRule, Method, ServerRule, Slices, SyncRule, Tensors
 from unskew.protocol.run_context import PreRunContext
-
-
-def other_personal(rule: Rule, method: Method) -> str | None:
-    """Return the reason why a rule with personal models conflicts with another rule that has them; None if none does.
-
-    Args:
-        rule: Rule that defines personal models.
-        method: Composition that contains the rule.
-    """
-    others = (other for other in method.client if other is not rule)
-    name = next((r.name for r in others if r.has_personal_model or "final_training" in r.needs), None)
-    return f"{name} and {rule.name} both define a client's personal model. Remove one of them." if name else None
 
 
 class PartialSharing(SyncRule):
@@ -49,15 +37,14 @@ class PartialSharing(SyncRule):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If nothing would be sent, or updates are delayed.
+            ConfigError: If nothing would be sent.
         """
-        notes = super().check(run)
         if not self.shared_slices(run.spec):
             raise ConfigError(
                 f"{self.name} shares the body of the model and keeps its head at the clients, but this model has no trained "
                 "body. Use a model with more layers, or another method."
             )
-        return notes
+        return ()
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules with a server part, which would need the local slices, and other rules with personal models."""

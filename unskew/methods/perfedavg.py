@@ -22,9 +22,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.partial_sharing import other_personal
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors, Weights
+from unskew.protocol.rules import ClientRule, Context, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -35,11 +34,12 @@ class PerFedAvg(ClientRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        version: First-order ``fo``, or ``hf`` with differences of gradients in place of the Hessian.
-        beta: Learning rate of the global model.
-        alpha: Learning rate of the personal step; None for the run's ``lr``.
-        delta: Step of the differences of gradients, for ``hf``.
-        steps: Number of personal steps after the last round.
+        version: ``fo`` is the first-order method; ``hf`` approximates the product with the Hessian by a difference of
+            gradients.
+        beta: Learning rate of the global model. A learning-rate schedule scales it like ``lr``.
+        alpha: Learning rate of the personal step; none is the run's ``lr``.
+        delta: Step of the difference of gradients, for ``hf``.
+        steps: Personal steps after the last round.
     """
 
     name: ClassVar[str] = "perfedavg"
@@ -60,10 +60,6 @@ class PerFedAvg(ClientRule):
     def num_parts(self) -> int:
         """Number of parts into which a batch is split."""
         return 3 if self.version == "hf" else 2
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other rules with personal models."""
-        return other_personal(self, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer, the number of local steps and the size of the batches.

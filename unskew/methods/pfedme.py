@@ -23,10 +23,9 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.methods.fedavg import FedAvg
-from unskew.methods.partial_sharing import other_personal
 from unskew.methods.perfedavg import need_plain_sgd
 from unskew.models.execution import Batch, GradFn
-from unskew.protocol.rules import PERSONAL, ClientRule, Context, Method, Rule, Tensors
+from unskew.protocol.rules import PERSONAL, ClientRule, Context, Rule, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -36,11 +35,11 @@ class PFedMe(ClientRule):
     """Personal models from Moreau envelopes.
 
     Attributes:
-        lam: Strength of the pull between the personal and the local global model.
-        K: Number of steps on the personal model per local step.
-        eta_p: Learning rate of the personal model.
-        beta: Server learning rate; 1 is the mean.
-        decay: Weight decay of the personal model.
+        lam: Strength of the pull between ``t`` and ``w_k``. With 0, the global model never moves.
+        K: Steps on ``t`` per local step.
+        eta_p: Learning rate of ``t``.
+        beta: Server learning rate; the authors' tuned runs use 2. Other values than 1 fill the slot ``server``.
+        decay: Weight decay of ``t``.
     """
 
     name: ClassVar[str] = "pfedme"
@@ -60,10 +59,6 @@ class PFedMe(ClientRule):
     def slots(self) -> Mapping[str, Rule]:  # type: ignore[override]
         """The client slot, and the server slot unless ``beta`` is 1."""
         return {"client": self} if self.beta == 1 else {"client": self, "server": FedAvg(eta=self.beta)}
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject other rules with personal models."""
-        return other_personal(self, method)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the optimizer is plain SGD."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch
 from unskew.protocol.client_rule import Forward
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, SurveyTime, Tensors, Updates, Weights
+from unskew.protocol.rules import ClientRule, Context, ServerRule, SurveyTime, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -38,12 +38,14 @@ class QFedAvg(ClientRule, ServerRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        q: Power of the losses; 0 is FedAvg, larger values make the losses of clients more equal.
+        q: Power of the losses; 0 is FedAvg. The paper's grid is 0.001 to 10.
     """
 
     name: ClassVar[str] = "qfedavg"
     summary: ClassVar[str] = "larger weights for clients with larger losses, for equal accuracy"
     paper: ClassVar[str] = "Li et al. 2020, arXiv:1905.10497"
+    needs = ("whole_updates",)
+    supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
@@ -53,15 +55,8 @@ class QFedAvg(ClientRule, ServerRule):
 
     q: Annotated[float, Field(ge=0)] = 1.0
 
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that send only a part of the model."""
-        if method.sync is not None:
-            return f"qfedavg needs updates of the whole model, but with {method.sync.name} parts of it are not sent."
-        return None
-
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that losses and updates belong to the same model; warn if ``1 / lr`` is not that of SGD."""
-        run.need_no_delays(self.name)
+        """Warn if ``1 / lr`` is not the curvature of SGD."""
         optimizer = run.training.optimizer
         if self.q == 0 or optimizer == "sgd":
             return ()

@@ -23,6 +23,7 @@ from unskew.option_parsing import (
     import_from_path,
     import_own,
     option_defaults,
+    option_meanings,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +54,7 @@ METHODS: dict[str, str] = {
     "feddyn": "unskew.methods.feddyn:FedDyn",
     "fedpvr": "unskew.methods.fedpvr:FedPVR",
     "fedcm": "unskew.methods.fedcm:FedCM",
+    "fedacg": "unskew.methods.fedacg:FedACG",
     "mimelite": "unskew.methods.mimelite:MimeLite",
     "mime": "unskew.methods.mime:Mime",
     "fedsmoo": "unskew.methods.fedsmoo:FedSMOO",
@@ -377,6 +379,17 @@ def _add(parts: Sequence[Method]) -> Method:
         raise MethodConflictError(
             f"A decoded update may be longer than the one that {stages['clip']} has clipped. Remove {stages['compress']}."
         )
+    personal = [rule.name for rule in total.client if rule.has_personal_model or "final_training" in rule.needs]
+    if len(personal) > 1:
+        raise MethodConflictError(
+            f"{personal[0]} and {personal[1]} both define a client's personal model. Remove one of them."
+        )
+    whole = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
+    if whole is not None and total.sync is not None:
+        raise MethodConflictError(
+            f"{whole} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. Remove "
+            "one of them."
+        )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:
@@ -398,8 +411,42 @@ def describe_all() -> list[dict[str, Any]]:
     return [describe_method(name) for name in METHODS]
 
 
+def conflicts(name: str) -> dict[str, str]:
+    """Return the registered methods that a method cannot be combined with, by name, with the reason.
+
+    Args:
+        name: Name or import path of the method.
+
+    Raises:
+        ConfigError: If there is no such method.
+    """
+    reasons = {}
+    own = method(name)
+    for other in METHODS:
+        try:
+            _add([own, method(other)])
+        except MethodConflictError as error:
+            reasons[other] = str(error)
+    return {other: reason for other, reason in reasons.items() if other != name}
+
+
+def grouped_conflicts(name: str) -> dict[str, list[str]]:
+    """Return the reasons why a method conflicts with others, and the names of the others that each reason is about.
+
+    Args:
+        name: Name or import path of the method.
+    """
+    groups: dict[str, list[str]] = {}
+    for other, reason in conflicts(name).items():
+        general = re.sub(rf"(?<![\w-]){re.escape(method(other).name)}(?![\w-])", "the other method", reason)
+        groups.setdefault(re.sub("^the", "The", general), []).append(other)
+    return groups
+
+
 def describe_method(name: str) -> dict[str, Any]:
-    """Return the name, slots, summary, needs, options with their defaults, and paper of a method.
+    """Describe a method: slots, summary, what the server needs, tasks, support of delays, options and paper.
+
+    ``options`` has the defaults of the options, ``meanings`` their descriptions.
 
     Args:
         name: Name or import path of the method.
@@ -420,6 +467,9 @@ def describe_method(name: str) -> dict[str, Any]:
         "slots": class_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
+        "tasks": list(cls.tasks),
+        "delays": cls.supports_delays,
         "options": option_defaults(cls),
+        "meanings": option_meanings(cls),
         "paper": texts["paper"],
     }

@@ -59,11 +59,13 @@ class Scaffold(ClientRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        option: Update of the client's variate: ``"I"`` (full gradient at the global model, one more pass over the data)
-            or ``"II"`` (from the local steps).
-        variate: Form of option II: the paper's ``"difference"`` quotient, the ``"mean"`` gradient, or ``"auto"``: the
-            quotient for plain SGD, otherwise the mean.
-        eta_g: Server learning rate; a value other than 1 fills the server slot.
+        option: How the client's variate is updated: ``I``, the full gradient at the global model, or ``II``, from the
+            local steps.
+        variate: For option II, the ``difference`` quotient of the formula, or the ``mean`` of the gradients of the
+            local steps. The two agree only for plain SGD. ``auto`` uses the mean with momentum, weight decay, clipping
+            or Adam, and the quotient otherwise.
+        eta_g: The server's step. Any value other than 1 fills the server slot. With another server method, set that
+            method's ``eta`` instead.
     """
 
     name: ClassVar[str] = "scaffold"

@@ -29,7 +29,7 @@ class Smooth(ClientRule):
 
     Attributes:
         beta: Weight of the earlier updates.
-        form: ``mean`` weights the new update by ``1 - beta``, ``heavy`` by 1.
+        form: ``heavy`` gives the new update the weight 1, so steps become up to ``1/(1 − beta)`` times as long.
     """
 
     name: ClassVar[str] = "smooth"

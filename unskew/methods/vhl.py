@@ -54,14 +54,16 @@ class VHL(DataRule, ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        source: Source of virtual samples: ``gaussian`` clusters for inputs of any shape, or images of an untrained
-            ``style``-based generator.
-        per_class: Number of virtual samples per class. The authors' scripts generate 200 or 5000.
-        lam: Weight of the alignment.
-        virtual: Weight of the cross-entropy on the virtual set; 1 in the paper. If it and ``lam`` are 0, this is FedAvg.
-        align_epochs: Number of local epochs with alignment at the start of each round.
-        virtual_batch: Number of virtual samples per step, at most the size of the virtual set.
-        temperature: Temperature ``T`` of the alignment.
+        source: Noise around a random center per class, for inputs of any shape; for images, on an 8 × 8 grid that is
+            enlarged, as in the authors' code. ``style`` draws images from an untrained style-based generator, similar
+            to a small StyleGAN2; each class is a cluster of its latents.
+        per_class: Inputs per class. The authors' scripts use 200 or 5000.
+        lam: Strength of the alignment. ``lam=0,virtual=0`` is FedAvg.
+        virtual: Weight of the cross-entropy on the virtual set.
+        align_epochs: First local epochs of each round in which ``align`` applies. With few ``local_steps`` it always
+            applies.
+        virtual_batch: Virtual inputs per step, or all if there are fewer.
+        temperature: ``T``, as in the code of the supervised contrastive loss.
     """
 
     name: ClassVar[str] = "vhl"

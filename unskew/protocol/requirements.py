@@ -6,6 +6,7 @@ NEEDS = {
     "sent_statistics": "each update comes with the buffers that its client received, as update.b_start, if buffers are "
     "averaged and the whole model is exchanged; aggregate.moved is then their mean change",
     "last_update": "each update comes with the client's previous update, as update.last",
+    "whole_updates": "clients send updates of the whole model, so the rule conflicts with all rules of the slot sync",
     "same_round": "updates that were sent out in an earlier round are discarded",
     "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data",
     "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",

@@ -50,6 +50,9 @@ class Rule:
     tasks_reason: ClassVar[str] = ""
     """Reason why other tasks are not supported: a clause that follows "because"."""
 
+    supports_delays: ClassVar[bool] = True
+    """False if the rule needs all updates of a round in the same round, so that it conflicts with ``network.delay``."""
+
     spaces: ClassVar[Mapping[str, object]] = {}
     """Search spaces of ``unskew tune`` for the options that are worth tuning, by option: ``{"mu": "0.001:1:log"}``.
 

@@ -77,13 +77,6 @@ class PreRunContext:
                 f"{self.rounds}. Use a smaller {option}, or more rounds."
             )
 
-    def need_no_delays(self, name: str) -> None:
-        """Validate that all updates of a round are sent out in the same round."""
-        if self.delayed:
-            raise ConfigError(
-                f"{name} needs all updates of a round in the same round and cannot be combined with network.delay."
-            )
-
     def need_no_candidates(self, name: str) -> None:
         """Validate that the server does not learn the loss of each candidate of power-of-choice."""
         if self.plan.candidates is not None:

@@ -23,11 +23,11 @@ class TrainsAtServer(ServerRule):
     """Server rule with a budget for training at the server.
 
     Attributes:
-        epochs: Passes over the server data per round; None for the clients' budget.
-        steps: Mini-batch steps per round, instead of ``epochs``.
-        lr: Learning rate at the server; None for the clients'.
-        batch: Batch size at the server; None for the clients'.
-        optimizer: Optimizer, created again in each round; None for the clients'. Its other settings are the clients'.
+        epochs: Passes over the server's data per round.
+        steps: Mini-batch steps per round; use either ``epochs`` or ``steps``.
+        lr: The learning rate; by default the clients' of the round.
+        batch: Samples per step.
+        optimizer: ``sgd``, ``adam`` or ``adamw``.
     """
 
     epochs: Annotated[int, Field(ge=0)] | None = None

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from typing import ClassVar
 
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Slices, Tensors
 from unskew.protocol.rule import WithServerHalf
-from unskew.protocol.run_context import PreRunContext
 
 
 class SyncRule(WithServerHalf):
     """``sync`` slot: selects the slices of the model that are exchanged; other slices stay at the client.
 
-    Normalization buffers are exchanged together with the layer before them.
+    Normalization buffers are exchanged together with the layer before them. Slices of different rounds cannot be combined.
     """
+
+    supports_delays: ClassVar[bool] = False
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
@@ -42,16 +43,4 @@ class SyncRule(WithServerHalf):
         Args:
             spec: Layout of the model.
         """
-        return ()
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the run has no delays, because slices of different rounds cannot be combined.
-
-        Args:
-            run: Configuration, federation and model of the run.
-
-        Raises:
-            ConfigError: If the run has delays.
-        """
-        run.need_no_delays(self.name)
         return ()

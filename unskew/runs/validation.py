@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
 from functools import partial
 
 from unskew.attacks.attackers import check_attack, draw_attackers
@@ -76,6 +75,10 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
     for rule in method.rules:
+        if run.delayed and not rule.supports_delays:
+            raise ConfigError(
+                f"{rule.name} needs all updates of a round in the same round and cannot be combined with network.delay."
+            )
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
@@ -92,7 +95,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             "its own. Draw from the global generators instead, as torch.rand does."
         )
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
-    late = config.network.deadline is not None and accepts_late_updates(run, method)
+    late = config.network.deadline is not None and accepts_late_updates(method)
     if of_one_round and (run.delayed or late):
         which = "network.delay" if run.delayed else "network.deadline"
         raise ConfigError(
@@ -156,21 +159,9 @@ def run_context(
     )
 
 
-def accepts_late_updates(run: PreRunContext, method: Method) -> bool:
-    """Return whether a method uses updates that arrive in a later round than their broadcast.
-
-    Args:
-        run: Configuration that all rules of the method accept.
-        method: Method of the run.
-    """
-    if any("same_round" in rule.needs for rule in (server_rule(method), *method.rules)):
-        return False
-    try:
-        for rule in method.rules:
-            rule.check(replace(run, delayed=True))
-    except ConfigError:
-        return False
-    return True
+def accepts_late_updates(method: Method) -> bool:
+    """Return whether a method uses updates that arrive in a later round than their broadcast."""
+    return all(rule.supports_delays and "same_round" not in rule.needs for rule in (server_rule(method), *method.rules))
 
 
 def check_attackable(attack: Attack, method: Method) -> None:

@@ -234,7 +234,7 @@ class TopK(FeedbackCompressor):
     """Entries of largest magnitude.
 
     Attributes:
-        share: Share of entries that are sent.
+        share: Share of the entries that are sent.
     """
 
     name: ClassVar[str] = "topk"
@@ -258,7 +258,7 @@ class RandK(Compressor):
     """Random entries, the same for all clients of a round, scaled so that the result is unbiased.
 
     Attributes:
-        share: Share of entries that are sent.
+        share: Share of the entries that are sent.
     """
 
     name: ClassVar[str] = "randk"
@@ -283,7 +283,7 @@ class QSGD(FeedbackCompressor):
     """Stochastic quantization relative to the norm of a bucket.
 
     Attributes:
-        levels: Number of levels ``s`` above 0; 15 need 5 bits with the sign.
+        levels: Number of levels above 0.
         bucket: Number of entries that share a norm.
     """
 
@@ -376,7 +376,7 @@ class PowerSGD(FeedbackCompressor):
     """Low-rank approximation of every matrix by one step of power iteration, which starts from the last round's factors.
 
     Attributes:
-        rank: Rank of the approximation.
+        rank: Largest rank of the approximation.
     """
 
     name: ClassVar[str] = "powersgd"

@@ -59,14 +59,15 @@ class FedALS(SyncRule):
     Attributes:
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         summary_metrics: Metrics of the method that the run summary repeats.
-        alpha: Number of rounds between two averages of the body.
-        split: Number of leading layers in the body, in order of depth; -1: all but the last. A transformer's layers are its
-            blocks; its embeddings always belong to the body and are not counted.
-        periods: Number of rounds between two averages, by pattern: ``head``, ``body``, or a layer's name with ``*`` for any
-            text. The last matching pattern is used; if none matches, ``alpha`` and ``split`` decide.
-        auto: Adapt the periods to the measured drift (``unskew.methods.fedals.auto``), starting from these.
-        budget: With ``auto``: average number of communicated parameters per round, as a share of all parameters.
-        longest: With ``auto``: number of rounds after which the periods are adapted, and the longest period.
+        alpha: Rounds between two averages of the body. 1 is FedAvg, except that momentum stays at the clients.
+        split: Number of leading layers in the body, in order of depth (``unskew models MODEL`` shows them); -1 is all
+            but the last. A transformer's layers are its blocks; its embeddings belong to the body and are not counted.
+        periods: Rounds between two averages by pattern, such as ``body:10;head:1;*stem*:20``; in Python a dictionary.
+            The last matching pattern applies. Without a match, ``alpha`` and ``split`` apply.
+        auto: Set every layer's period from the measured drift: ``fedals:auto``.
+        budget: With ``auto`` only, average share of the parameters sent per round.
+        longest: With ``auto`` only, rounds after which the periods are set again, and the maximum period. A run of at
+            most that many rounds raises an error, because it would be plain ``fedals``.
     """
 
     name: ClassVar[str] = "fedals"
@@ -127,9 +128,8 @@ class FedALS(SyncRule):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the model has no body that could be averaged less often, or updates are delayed.
+            ConfigError: If the model has no body that could be averaged less often.
         """
-        super().check(run)
         periods = _periods(self, run.spec)
         if len(periods) == 1 and self.alpha > 1 and self.split < 0 and not self.periods:
             raise ConfigError(

@@ -57,31 +57,38 @@ class FedCOG(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        n: Number ``N`` of generated inputs.
-        g_steps: Number of updates of the inputs.
-        g_batch: Number of inputs that are learned at the same time, if ``n`` do not fit in memory (appendix A.4.3); 0: all.
-        start_round: First round (from 0) with generation; earlier rounds are those of the base method.
-        g_lr: Learning rate of the inputs, for Adam.
-        lambda_ce: Weight of the cross-entropy in the generation objective.
-        lambda_dis: Weight of the disagreement in the generation objective.
-        lambda_bn: Weight of the BatchNorm term in the generation objective.
-        coefficients: ``fixed`` (``w_real = 1, w_kd = lambda_kd``) or ``auto`` (from the client's class deficits).
-        lambda_kd: Weight of the distillation for ``fixed``.
+        n: Number of generated inputs.
+        g_steps: Optimization steps on the inputs.
+        g_batch: Number of inputs optimized at a time, if ``n`` do not fit into memory; each batch keeps its own best
+            step. 0: all at once.
+        start_round: First round with generation, as in the paper; earlier rounds train without it. A shorter run raises
+            an error, so lower it for 50 rounds or fewer.
+        g_lr: Learning rate of Adam on the inputs.
+        lambda_ce: Weight of the cross-entropy in the generation.
+        lambda_dis: Weight of the disagreement.
+        lambda_bn: Weight of the distance between the batch's statistics and the global model's.
+        coefficients: ``w_real = 1`` and ``w_kd = lambda_kd``. ``auto`` computes them from the client's number of real
+            samples and its class deficits; they then sum to 1.
+        lambda_kd: Weight of the distillation, for ``fixed``.
         t_js: Temperature of the divergence.
         t: Temperature of the distillation.
-        labels: Target labels: ``uniform``, ``complementary`` to the client's labels, or those of ``explicit``.
-        explicit: Labels in order, such as ``0;1;2``, repeated until there are ``n``.
-        source: Models in the objective: ``both``; ``global``: without the disagreement; ``noise``: inputs are not learned.
-        supervision: ``soft``: distill the teacher's logits; ``hard``: cross-entropy with the target labels.
-        js: Divergence of the ``paper``, or the authors' ``reversed_clamped`` one.
-        alias: Store the last inputs with the best logits, as the authors' code does by mistake.
-        max_prev_age: Maximum age in rounds of a previous model that is used; 0: no limit.
-        cycle: Order of synthetic batches: a ``shuffled`` cycle, or ``by_step`` in the order of classes. With ``by_step``,
-            step ``i`` starts at input ``i`` times its batch size, so some inputs may never be used.
+        labels: Target labels: ``uniform``, ``complementary`` to the client's labels, or ``explicit``.
+        explicit: For ``labels=explicit``, a list of labels, repeated until there are ``n``. Write ``explicit=0;1;2`` in
+            an expression (quoted in a shell), ``explicit=(0, 1, 2)`` in Python.
+        source: ``both`` models generate the data. ``global`` leaves the disagreement out; ``noise`` keeps the initial
+            noise.
+        supervision: Distill the logits. ``hard`` uses the target labels.
+        js: The paper's divergence, or ``reversed_clamped`` as in the authors' code.
+        alias: Keep the last inputs with the best step's logits, as the authors' code does by mistake.
+        max_prev_age: Ignore a client's own model that is older than this number of rounds; 0 allows any age.
+        cycle: Shuffle the inputs once per round and use them in turn, as in the authors' code. ``by_step`` keeps the
+            order of classes and computes each batch's position as if all real batches were equally large; otherwise
+            some inputs are never used.
         double: Generate new inputs for the second half of local training.
-        cooccurrence: Add labels to multi-label targets as often as they occur together at the client.
-        generator: Learn the inputs directly (``pixels``), or train a ``network`` that generates images.
-        augment: Randomly crop and flip the images in every step of the synthesis.
+        cooccurrence: For multi-label tasks only. A target also gets each other label, with the fraction of the client's
+            samples of its first label that have it.
+        generator: Optimize the inputs themselves, or with ``network`` a network that generates images.
+        augment: Crop and flip the images at random in every generation step; images only.
     """
 
     name: ClassVar[str] = "fedcog"

@@ -48,7 +48,7 @@ from unskew.methods.feddle.search import (
 )
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import Method, MetricSpec, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import MetricSpec, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.seeding import fold
@@ -88,22 +88,25 @@ class Feddle(ServerRule):
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         steps_without: ``updates``, because the server also steps in rounds without updates.
         summary_metrics: Metrics of the method that the run summary repeats.
-        atlas: Number ``M`` of stored anchors; None: twice the number of clients per round, as in the paper.
-        trigger: Search in every ``round`` with an arrival, or whenever the ``buffer`` is full.
-        buffer_size: Number of updates in a full buffer.
-        eta: Server learning rate of the fallback.
-        a: Exponent of the fallback's weights, ``(1 + age)^-a`` with the age in rounds; 0: age has no effect.
-        lr: Learning rate of the coefficients, for Adam.
-        epochs: Passes over the server's data per search; None: 20 in domain, 1 out of domain. 0 is FedBuff.
-        batch: Batch size; None: 64 in domain, 256 out of domain.
-        max_steps: Maximum number of steps per search.
-        lam: Weight of the distance from the initial coefficients; None: 0 in domain, 0.01 out of domain.
-        head_lr: Learning rate of the new head, for Adam, out of domain.
-        warm_start: Whether a search starts with the head of the previous one.
-        eviction: Evicted anchor: the one with the smallest ``score``, or the oldest (``fifo``).
-        normalize: Whether anchors are scaled to the same norm.
-        start: Initial coefficients: the ``fallback`` or ``zero``.
-        half: Whether anchors are stored in half precision (bfloat16).
+        atlas: Number of directions; by default twice the clients drawn per round.
+        trigger: Search in every ``round`` with an arrival, or whenever ``buffer_size`` updates are in (``buffer``).
+        buffer_size: Updates per search with ``trigger=buffer``.
+        eta: Step of the fallback, which is FedBuff's step.
+        a: The fallback's weights decrease with the age in rounds as ``(1 + age)^-a``.
+        lr: Adam's learning rate on the coefficients. A step changes a coefficient by about ``lr``, so with few steps
+            per search the paper's 0.001 changes little.
+        epochs: Passes over the server's data per search; by default 20 in domain, 1 out of domain. 0 is FedBuff.
+        batch: Samples per step; by default 64 in domain, 256 out of domain.
+        max_steps: Maximum number of steps per search; by default unlimited.
+        lam: Strength of the pull towards the fallback's coefficients; by default 0 in domain, 0.01 out of domain.
+            ``inf`` is FedBuff.
+        head_lr: Adam's learning rate on the new head, out of domain.
+        warm_start: Continue with the head of the last search.
+        eviction: Which direction a full atlas drops: the one with the smallest coefficient, or the oldest (``fifo``, an
+            ablation of the paper).
+        normalize: Scale directions to the median length. ``false`` is an ablation of the paper.
+        start: Where the search starts, and what ``lam`` pulls towards. ``zero`` is an ablation of the paper.
+        half: Store directions in bfloat16, which halves their memory.
     """
 
     name: ClassVar[str] = "feddle"
@@ -111,7 +114,7 @@ class Feddle(ServerRule):
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
-    needs = ("individual", "sent_statistics")
+    needs = ("individual", "sent_statistics", "whole_updates")
     weights: ClassVar[Weights | None] = "uniform"
     steps_without = "updates"
     summary_metrics = (
@@ -137,15 +140,6 @@ class Feddle(ServerRule):
     normalize: bool = True
     start: Literal["fallback", "zero"] = "fallback"
     half: bool = False
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject methods that send only slices, whose updates are not directions of the whole model."""
-        if method.sync is None:
-            return None
-        return (
-            f"feddle combines complete updates of several rounds, but with {method.sync.name} only parts of the model "
-            "are sent in most rounds. Remove one of them."
-        )
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the server data, the size of the atlas, and the model (raises ``ConfigError``)."""

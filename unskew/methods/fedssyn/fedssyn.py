@@ -76,24 +76,32 @@ class Fedssyn(DataRule):
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        rho: Share of a client's samples on which its generator is trained.
-        n_syn: Number of images that each client generates; None: the size of the training set over the number of clients.
-        generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; options follow
-            after semicolons.
-        epochs: Number of training epochs of generators; None: the generator's default.
-        data: Data of clients: ``shuffled`` is the method, the others are ablations.
-        refuse: Clients that do not share: their numbers (``0;3``), or a share of all clients (``0.2``).
-        keep: Selection of shared images: a function ``(images, labels) -> booleans``, or its import path.
-        match_steps: True: the same number of gradient steps as without synthetic data; ``epochs``: fewer local epochs, as
-            in the authors' code; False: more steps with more data.
-        epsilon: Privacy budget of each client's generator. With ``noise_multiplier``, training stops before the budget is
-            spent; without it, the budget determines the noise. If both are None, generators are not private.
-        noise_multiplier: Standard deviation of DP-SGD's noise divided by ``clip``.
-        delta: Probability ``delta`` of DP-SGD's guarantee.
-        clip: Maximum norm of a sample's gradient in DP-SGD.
-        accountant: Privacy accountant, ``rdp`` or ``prv``.
-        reproducible: Compute the noise of private generators from the seed, so that runs can be repeated, without a
-            guarantee.
+        rho: Share of a client's samples that its generator is trained on.
+        n_syn: Images that each client generates; by default the paper's 50000/N: the size of the training set,
+            including held-out samples, over ``N``. For CIFAR-10 with ``N=10`` and ``holdout=0.1``, each client has the
+            paper's 4,500 real samples, 3,375 of them for the generator, and 5,000 images.
+        generator: ``ddpm``, ``vae``, ``gan``, one of them with ``-small``, or ``package.module:factory``; its options
+            follow after semicolons, see Generators.
+        epochs: Training epochs of the generators; by default the generator's own.
+        data: The method. The others are the paper's ablations: ``real`` (no synthetic data), ``local`` (each client
+            keeps its own images), ``central_real`` and ``central_synthetic`` (training in one place). ``local``,
+            ``shuffled`` and ``central_synthetic`` use the same images.
+        refuse: Clients that do not share: ``refuse=0;3`` names them, ``refuse=0.2`` is that share of all clients, those
+            with the highest numbers.
+        keep: ``keep=package.module:function`` (in Python also a function) receives a client's images and labels and
+            returns which to share; by default all.
+        match_steps: Take as many local steps as the epochs over the real samples have, on batches of both kinds.
+            ``epochs`` follows the authors' code: ``max(1, ⌊E n / (n + ñ)⌋)`` epochs instead of ``E``, with ``n`` the
+            mean client size and ``ñ`` the images per client, which gives another number of steps if the epochs or
+            batches are rounded. ``false`` keeps the number of epochs. It has no effect on ``local_steps``.
+        epsilon: Privacy budget of each client's generator. Without ``epsilon`` and ``noise_multiplier`` there is no
+            privacy.
+        noise_multiplier: Noise of DP-SGD relative to ``clip``. With ``epsilon`` too, training stops before the budget
+            is exceeded; ``epsilon`` alone determines the noise.
+        delta: Of differential privacy.
+        clip: Norm to which DP-SGD clips a sample's gradient.
+        accountant: Privacy accountant: ``rdp`` or ``prv``.
+        reproducible: Compute the noise of private generators from the seed, without a guarantee.
     """
 
     name: ClassVar[str] = "fedssyn"

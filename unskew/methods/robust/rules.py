@@ -37,8 +37,11 @@ class RobustRule(AggregateRule):
     """Base class of robust rules.
 
     Attributes:
-        bucket: Number of updates that are averaged, in random order, before the rule is applied; 1 for none.
-        mix: ``nnm`` replaces every update by the mean of its nearest ones.
+        bucket: Number of updates that are averaged, in random order, before the rule is applied (arXiv:2006.09365). 2
+            helps on skewed data; ``n`` then is the number of buckets.
+        mix: ``nnm`` replaces every update by the mean of its ``n − f`` nearest ones, itself included
+            (arXiv:2302.01772). It needs a number of suspected clients, so only ``trimmed``, ``krum``, ``multikrum`` and
+            ``bulyan`` with a ``share`` above 0 support it.
     """
 
     weights: ClassVar[Weights | None] = "uniform"
@@ -195,7 +198,7 @@ class Trimmed(RobustRule):
     """Coordinate-wise trimmed mean.
 
     Attributes:
-        share: Share of suspected clients.
+        share: Share of suspected clients; ``f`` is this share of the cohort, rounded up.
     """
 
     name: ClassVar[str] = "trimmed"
@@ -214,7 +217,7 @@ class Krum(RobustRule):
     """Update with the smallest sum of squared distances to its nearest ``n - f - 2`` neighbors.
 
     Attributes:
-        share: Share of suspected clients.
+        share: Share of suspected clients; ``f`` is this share of the cohort, rounded up.
     """
 
     name: ClassVar[str] = "krum"
@@ -250,7 +253,7 @@ class Bulyan(RobustRule):
     """Repeated Krum, then a trimmed mean around the median.
 
     Attributes:
-        share: Share of suspected clients.
+        share: Share of suspected clients; ``f`` is this share of the cohort, rounded up.
     """
 
     name: ClassVar[str] = "bulyan"
@@ -274,8 +277,8 @@ class GeoMedian(RobustRule):
     """Geometric median (RFA).
 
     Attributes:
-        steps: Number of smoothed Weiszfeld steps from the mean, 4 in the authors' code, which a single attacker can move
-            arbitrarily far; None for the geometric median itself.
+        steps: Number of smoothed steps from the mean. ``steps=4`` is the authors' code, and a single attacker can move
+            its result arbitrarily far, so unskew warns. Use it only to compare with published results.
     """
 
     name: ClassVar[str] = "geomedian"
@@ -300,7 +303,8 @@ class CenteredClipping(RobustRule):
     """Centered clipping around the combined update of the round before.
 
     Attributes:
-        tau: Largest distance to the center that an update may have without being clipped.
+        tau: Largest distance to the center that is not clipped. It should be somewhat larger than the norm of an honest
+            update.
         steps: Number of steps per round; the paper uses 1, the authors' runs 3.
     """
 
@@ -334,7 +338,7 @@ class FLTrust(RobustRule):
     """Updates weighted by their cosine to an update that the server trains on its own data, and scaled to its norm.
 
     Attributes:
-        epochs: Passes over the server data per round; None for the clients' budget.
+        epochs: Passes over the server data per round; none for the clients' budget.
     """
 
     name: ClassVar[str] = "fltrust"

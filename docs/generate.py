@@ -1,0 +1,445 @@
+"""Parts of pages that are generated from the code: a hook of mkdocs.
+
+In a page, the text between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->`` is replaced when the site is built by
+what the function ``NAME`` of this module returns. The text between the marks is for readers of the source, such as on
+GitHub. ``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))
+
+from unskew.cli.app import commands  # noqa: E402
+from unskew.config.experiment import Experiment  # noqa: E402
+from unskew.config.loader import experiment  # noqa: E402
+from unskew.methods.registry import (  # noqa: E402
+    COMPOSITIONS,
+    METHODS,
+    describe_all,
+    describe_method,
+    grouped_conflicts,
+    rule_class,
+)
+from unskew.protocol.method import SLOTS, class_slots  # noqa: E402
+from unskew.protocol.requirements import NEEDS  # noqa: E402
+from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
+from unskew.protocol.search_space import RangeSpace  # noqa: E402
+from unskew.runs.resume import RESUMABLE  # noqa: E402
+from unskew.tuning.spaces import SHARED, method_spaces  # noqa: E402
+
+BLOCK = re.compile(r"<!-- generated: (\w+)(.*?) -->.*?<!-- end -->", re.DOTALL)
+TASKS = {
+    "classification": "classification",
+    "multilabel": "multi-label",
+    "language": "language models",
+    "regression": "regression",
+}
+SHARING = ("run", "compare", "tune", "diagnose", "partition")
+"""Commands whose common options have a section of their own."""
+LINKS = {
+    "data": ("sources", "data.md#sources"),
+    "task": ("regression", "tables.md#numbers-as-outcomes"),
+    "categories": ("mixed columns", "tables.md#columns"),
+    "label_separator": ("several labels", "data.md#several-labels-a-sample"),
+    "features": ("tables", "data.md#tables"),
+    "split_by": ("splits", "data.md#splits"),
+    "csv.separator": ("CSV files", "data.md#csv-files"),
+    "partition": ("partitions", "data.md#partitions"),
+    "unseen": ("unseen clients", "data.md#unseen-clients"),
+    "shift": ("feature shift", "data.md#feature-shift"),
+    "text.columns": ("texts", "data.md#texts"),
+    "model": ("models", "models.md"),
+    "buffers": ("buffers", "models.md#buffers"),
+    "method": ("methods", "methods/index.md"),
+    "client_weighting": ("weights", "concepts.md#weights"),
+    "sampling": ("cohorts and accounting", "methods/privacy.md#cohorts-and-accounting"),
+    "lr_schedule": ("learning-rate schedules", "concepts.md#learning-rate-schedules"),
+    "class_weights": ("imbalanced classes", "tables.md#imbalanced-classes"),
+    "precision": ("precision", "engines.md#precision"),
+    "network.delay": ("delays", "concepts.md#delays"),
+    "network.uplink": ("simulated time", "concepts.md#simulated-time"),
+    "attack": ("attackers", "attacks.md"),
+    "diagnose": ("diagnostics", "configuration.md#diagnostics"),
+    "base_run": ("starting from a finished run", "reproducibility.md#starting-from-a-finished-run"),
+    "synthetic": ("generators", "generators.md#the-synthetic-set"),
+    "engine": ("engines", "engines.md"),
+    "clients_per_group": ("engines", "engines.md#several-clients-as-one-network"),
+    "ray.address": ("clusters", "cluster.md"),
+    "ray.data": ("clusters", "cluster.md#data-where-they-are-used"),
+    "ray.state": ("clusters", "cluster.md#what-clients-keep"),
+    "metrics": ("imbalanced classes", "tables.md#imbalanced-classes"),
+    "positive": ("imbalanced classes", "tables.md#imbalanced-classes"),
+    "objective": ("the objective", "concepts.md#the-objective"),
+    "early_stopping": ("early stopping", "concepts.md#early-stopping"),
+    "keep": ("the model that is kept", "concepts.md#the-model-that-is-kept"),
+    "trackers": ("trackers", "run-folder.md#trackers"),
+    "--trust-code": ("Security", "security.md"),
+    "--parallel": ("parallel runs", "engines.md#runs-side-by-side"),
+    "--references": ("references", "concepts.md#references"),
+    "--leave-one-out": ("leave-one-site-out", "data.md#leave-one-site-out"),
+    "--space": ("search spaces", "tuning.md#custom-search-spaces"),
+    "--client": ("personal models", "concepts.md#personalization"),
+    "--threshold": ("the positive class", "tables.md#imbalanced-classes"),
+    "--validate-minutes": ("testing the advice", "advice.md#testing-the-advice"),
+    "--local": ("deployed runs", "deployment.md#unskew-deploy-run"),
+}
+"""Page on a field or an option, relative to ``docs/``. A field without an entry has no link."""
+
+
+class Place:
+    """Place of a block: its page, and the heading of the section.
+
+    Attributes:
+        page: Path of the page, relative to ``docs/``.
+        section: Title of the section of level 2.
+    """
+
+    def __init__(self, page: str, section: str) -> None:
+        self.page = page
+        self.section = section
+
+    def link(self, title: str, target: str) -> str:
+        """Return a link to a page.
+
+        Args:
+            title: Text of the link.
+            target: Page relative to ``docs/``, with an anchor.
+        """
+        page, mark, anchor = target.partition("#")
+        path = "" if page == self.page else os.path.relpath(page, os.path.dirname(self.page) or ".")
+        return f"[{title}]({path}{mark}{anchor})"
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of the rows.
+    """
+    lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |".replace(" |  |", " | |") for line in lines).replace("| --- ", "|---")
+
+
+def names(found: Iterable[str]) -> str:
+    """Return names as code, separated by commas."""
+    return ", ".join(f"`{name}`" for name in found)
+
+
+def default_text(value: Any) -> str:
+    """Return a default value as pages write it."""
+    if isinstance(value, bool):
+        return "`true`" if value else "`false`"
+    if value is None:
+        return "none"
+    return "empty" if str(value) in ("", "()", "[]", "{}") else f"`{value}`"
+
+
+def plain(docstring: str) -> str:
+    """Return the text of a docstring in Markdown, without the last period."""
+    return docstring.replace("``", "`").removesuffix(".")
+
+
+def sections_of_methods() -> dict[str, str]:
+    """Return the page and anchor of the section on each method, relative to ``docs/``."""
+    pages = sorted((DOCS / "methods").glob("*.md"))
+    titles = [(page, title) for page in pages for title in re.findall("^## (.*)$", page.read_text(), re.MULTILINE)]
+    return {title: f"methods/{page.name}#{title}" for page, title in titles if title in METHODS}
+
+
+# ---- methods ------------------------------------------------------------------------------------------------------------
+
+
+def method_table(place: Place) -> str:
+    """All methods, each with a link to its section."""
+    where = sections_of_methods()
+    rows = [
+        [place.link(f"`{m['name']}`", where[m["name"]]), ", ".join(m["slots"]), m["summary"], m["paper"]]
+        for m in describe_all()
+    ]
+    return markdown_table(["name", "slot", "what it does", "paper"], rows)
+
+
+def composition_table(place: Place) -> str:
+    """The names of published compositions."""
+    rows = [[f"`{name}`", f"`{expression}`", paper] for name, (expression, paper) in COMPOSITIONS.items()]
+    return markdown_table(["name", "stands for", "paper"], rows)
+
+
+SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
+    "slot": lambda cls, slot: slot in class_slots(cls),
+    "without_task": lambda cls, task: task not in cls.tasks,
+    "weighting": lambda cls, weights: cls.weights == weights,
+    "untuned": lambda cls, _: not cls.spaces,
+}
+
+
+def methods(place: Place, kind: str, value: str = "") -> str:
+    """The names of the methods of one kind, such as ``slot client`` or ``without_task language``."""
+    return names(name for name in METHODS if SELECTIONS[kind](rule_class(name), value))
+
+
+def slot_table(place: Place) -> str:
+    """The slots, each with its methods and the base class of its rules."""
+    questions = {
+        "data": "What data does a client have before training?",
+        "client": "How does a client train, and what does it send?",
+        "sync": "Which parts of the model are exchanged in which round?",
+        "aggregate": "How are the updates of a round combined into one?",
+        "server": "How does the combined update become the next model?",
+    }
+    rows = [
+        [f"`{slot}`", questions[slot], methods(place, "slot", slot), f"`unskew.{base.__name__}`"]
+        for slot, base in SLOTS.items()
+    ]
+    return markdown_table(["slot", "question", "methods", "base class for your own"], rows)
+
+
+def rule_classes() -> list[tuple[str, type]]:
+    """Return the base classes of rules, with the slots that each is for."""
+    return [("any", Rule), ("client, sync, aggregate", WithServerHalf), *SLOTS.items()]
+
+
+def hooks(place: Place) -> str:
+    """The hooks of each slot, with the first sentence of their docstrings."""
+    rows = []
+    for slot, cls in rule_classes():
+        own = {name: hook for name, hook in vars(cls).items() if name[0] != "_" and callable(hook)}
+        for name, hook in own.items():
+            call = f"`{name}({', '.join(list(inspect.signature(hook).parameters)[1:])})`"
+            rows.append([slot, call, plain(" ".join((inspect.getdoc(hook) or "").split("\n\n")[0].split()))])
+    return markdown_table(["slot", "hook", "purpose"], rows)
+
+
+def rule_attributes(place: Place) -> str:
+    """The attributes that a rule may set, with their docstrings."""
+    rows = [
+        [slot, f"`{name}`", plain(text)] for slot, cls in rule_classes() for name, text in field_docstrings(cls).items()
+    ]
+    return markdown_table(["slot", "attribute", "meaning"], rows)
+
+
+def options(place: Place) -> str:
+    """The options of the method of the section."""
+    row = describe_method(place.section)
+    lines = [f"- `{k}` = {default_text(v)}: {row['meanings'][k].replace('``', '`')}" for k, v in row["options"].items()]
+    return "\n".join(lines) or "None."
+
+
+def compatibility(place: Place) -> str:
+    """Compositions, requirements and tasks of the method of the section."""
+    row, cls = describe_method(place.section), rule_class(place.section)
+    conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(place.section).items()]
+    tasks = "all" if set(row["tasks"]) == set(TASKS) else ", ".join(TASKS[task] for task in row["tasks"])
+    lines = [
+        "- Compositions: all but" if conflicts else "- Compositions: all",
+        *conflicts,
+        f"- Server reads: {'single updates' if row['needs'] == 'individual' else 'sums'}",
+        f"- Tasks: {tasks}{f', because {cls.tasks_reason}' if tasks != 'all' and cls.tasks_reason else ''}",
+        f"- Delays: {'yes' if row['delays'] else 'no'}",
+    ]
+    return "\n".join(lines)
+
+
+def search_spaces(place: Place) -> str:
+    """The search spaces of the methods' options."""
+    rows = []
+    for name in METHODS:
+        spaces = [f"`{key.rpartition('.')[2]}` {space_text(space)}" for key, space in method_spaces(name).items()]
+        if spaces:
+            rows.append([f"`{name}`", ", ".join(spaces)])
+    return markdown_table(["method", "options"], rows)
+
+
+def space_text(space: Any) -> str:
+    """Return a search space as pages write it."""
+    if isinstance(space, RangeSpace):
+        return f"{space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
+    return " or ".join(str(value) for value in space.values)
+
+
+def requirements(place: Place) -> str:
+    """The words that ``needs`` of a rule may contain."""
+    return markdown_table(["word", "meaning"], [[f"`{name}`", text] for name, text in NEEDS.items()])
+
+
+# ---- configuration and command line -------------------------------------------------------------------------------------
+
+
+def field_docstrings(cls: type) -> dict[str, str]:
+    """Return the descriptions of a class's fields: the docstrings below them."""
+    described = {name: field.description for name, field in getattr(cls, "model_fields", {}).items()}
+    if all(described.values()) and described:
+        return {name: " ".join(str(text).split()) for name, text in described.items()}
+    tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
+    body = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == cls.__name__).body
+    found = {}
+    for field, text in pairwise(body):
+        if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
+            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return found
+
+
+def fields() -> dict[str, tuple[Any, str]]:
+    """Return default and description of each field of the configuration; those of sections as ``section.field``."""
+    found: dict[str, tuple[Any, str]] = {}
+    defaults, texts = experiment({}).model_dump(mode="json"), field_docstrings(Experiment)
+    for name, info in Experiment.model_fields.items():
+        if isinstance(info.default, BaseModel):
+            inner = field_docstrings(type(info.default))
+            found |= {f"{name}.{part}": (value, inner[part]) for part, value in defaults[name].items()}
+        else:
+            found[name] = defaults[name], texts[name]
+    return found
+
+
+def with_link(place: Place, text: str, name: str) -> str:
+    """Return a description with the link to the page on the field or option, if there is one."""
+    return f"{text}; see {place.link(*LINKS[name])}" if name in LINKS else text
+
+
+def configuration(place: Place) -> str:
+    """All fields of the configuration."""
+    rows = [
+        [f"`{name}`", default_text(value), with_link(place, plain(text), name)]
+        for name, (value, text) in fields().items()
+    ]
+    return markdown_table(["field", "default", "meaning"], rows)
+
+
+def field_of(parameter: str) -> str | None:
+    """Return the field that a parameter of a command sets; None if it is an option of the command."""
+    known = fields()
+    ends = (f".{parameter}", f"{parameter}.columns")
+    return parameter if parameter in known else next((name for name in known if name.endswith(ends)), None)
+
+
+def option_row(place: Place, command: str, parameter: Any) -> list[str]:
+    """Return the row of an option: its names, its default, and its description."""
+    field = field_of(parameter.name) if getattr(parameter, "rich_help_panel", None) else None
+    help_text, _, stated = (parameter.help or "").partition(" [default: ")
+    default, text = parameter.default, plain(help_text)
+    if field is not None and command in SHARING:
+        default, text = fields()[field]
+    elif default is None and field is None:
+        default = stated.removesuffix("]") or None
+    shown = (
+        ""
+        if default is None or default is False
+        else default_text(default).replace("`true`", "on").replace("`on`", "on")
+    )
+    cell = names([*parameter.opts, *parameter.secondary_opts])
+    return [cell, shown, with_link(place, plain(text), field if field in LINKS else parameter.opts[0])]
+
+
+def shared_by(name: str) -> tuple[str, ...]:
+    """Return the commands that have an option, if it is one of those described together."""
+    found = {c: p.help for c in SHARING for p in commands().commands[c].params if name in p.opts}
+    alike = {"run", "compare", "tune"} <= set(found) and found["run"] == found["compare"] == found["tune"]
+    return tuple(c for c in found if found[c] == found["run"]) if alike else ()
+
+
+def resumable_fields(place: Place) -> str:
+    """The fields that may change when a run is resumed."""
+    flags = {parameter.name for parameter in commands().commands["resume"].params}
+    return names(name for name in RESUMABLE if name not in flags)
+
+
+def tunable_fields(place: Place) -> str:
+    """The fields of a run that may be tuned."""
+    return names(SHARED)
+
+
+def flags(place: Place) -> str:
+    """The options of the command of the section, without the shared ones."""
+    command = place.section.removeprefix("unskew ")
+    params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
+    own = [p for p in params if command not in shared_by(p.opts[0])]
+    return markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+
+
+def shared_flags(place: Place) -> str:
+    """The options that several commands have, by the commands."""
+    groups: dict[tuple[str, ...], list[Any]] = {}
+    for parameter in commands().commands["run"].params:
+        if having := shared_by(parameter.opts[0]):
+            groups.setdefault(having, []).append(parameter)
+    parts = []
+    for having, params in sorted(groups.items(), key=lambda item: -len(item[0])):
+        title = f"For {', '.join(f'`{name}`' for name in having[:-1])} and `{having[-1]}`:"
+        rows = [option_row(place, "run", parameter) for parameter in params]
+        parts += [title, markdown_table(["option", "default", "meaning"], rows)]
+    return "\n\n".join(parts)
+
+
+GENERATORS: dict[str, Callable[..., str]] = {
+    function.__name__: function
+    for function in (
+        method_table,
+        composition_table,
+        methods,
+        slot_table,
+        hooks,
+        rule_attributes,
+        options,
+        compatibility,
+        search_spaces,
+        requirements,
+        configuration,
+        flags,
+        shared_flags,
+        resumable_fields,
+        tunable_fields,
+    )
+}
+"""Functions that pages may name."""
+
+
+def expand(markdown: str, page: str) -> str:
+    """Replace the generated blocks of a page.
+
+    Args:
+        markdown: Text of the page.
+        page: Path of the page, relative to ``docs/``.
+
+    Raises:
+        KeyError: If a block names no function of this module.
+    """
+
+    def generated(block: re.Match[str]) -> str:
+        titles = re.findall("^## (.*)$", markdown[: block.start()], re.MULTILINE)
+        return GENERATORS[block[1]](Place(page, titles[-1] if titles else ""), *block[2].split())
+
+    return BLOCK.sub(generated, markdown)
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
+    """Replace the generated blocks of a page; mkdocs calls this.
+
+    Args:
+        markdown: Text of the page.
+        page: The page.
+        config: Configuration of the site.
+        files: Files of the site.
+    """
+    return expand(markdown, page.file.src_uri)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        raise SystemExit("Name a page: python docs/generate.py docs/configuration.md")
+    source = Path(sys.argv[1]).resolve()
+    print(expand(source.read_text(), source.relative_to(DOCS.resolve()).as_posix()))
