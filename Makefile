@@ -1,4 +1,5 @@
-# The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first.
+# The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first: the demo
+# PyTorch, the core and the report, about half of all; the tests the rest.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -9,10 +10,14 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+	touch $@
+
+.venv/installed: .venv/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -48,7 +53,7 @@ audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); b
 	.venv-audit/bin/hadolint Dockerfile unskew/deployment/templates/Dockerfile
 	.venv-audit/bin/python .ci/audit.py constraints.txt constraints-deploy.txt
 
-demo: .venv/installed  ## compare four methods on skewed handwritten digits
+demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores

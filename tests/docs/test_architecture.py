@@ -4,7 +4,7 @@ import ast
 import graphlib
 import re
 
-from support.pages import DOCS, ROOT, fences, first_names, section
+from support.pages import DOCS, ROOT, fences, first_names, package_modules, section
 
 
 def test_the_method_shown_to_contributors_is_the_one_in_the_package():
@@ -24,13 +24,13 @@ def test_contributors_are_told_every_folder():
 def imports_between_folders():
     """Which folder of the package imports which; the modules beside them count as one, called root."""
     arrows = {}
-    for path in (ROOT / "unskew").rglob("*.py"):
-        inside = path.relative_to(ROOT / "unskew").parts
+    for path, tree in package_modules():
+        inside = path.parts[1:]
         if inside in (("__init__.py",), ("__main__.py",)):
             continue
         arrows.setdefault(inside[0] if len(inside) > 1 else "root", set()).update(
             name.split(".")[1] if (ROOT / "unskew" / name.split(".")[1]).is_dir() else "root"
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree)
             if isinstance(node, ast.ImportFrom) and (name := node.module or "").startswith("unskew.")
         )
     return {room: others - {room} for room, others in arrows.items()}

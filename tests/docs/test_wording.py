@@ -5,6 +5,7 @@ import builtins
 import re
 
 from support.pages import DOCS, ROOT
+from support.pages import package_modules as modules
 
 from unskew.cli.app import commands
 
@@ -12,11 +13,6 @@ VAGUE = {"one", "found", "made", "told", "asked", "held", "given", "kept", "mine
 VAGUE |= {"gone", "whole", "piece", "pieces", "place", "places"}
 RELATIVE = re.compile(r"(What|Whether|Of|That|Those|Where|How|As|See|Within|Which|Who)\b")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def modules():
-    for path in sorted((ROOT / "unskew").rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text())
 
 
 def test_local_variables_have_names_that_say_what_they_are():

@@ -157,7 +157,7 @@ def test_every_flipped_bit_of_the_model_is_noticed(digits, tmp_path, capsys):
     data = file.read_bytes()
     header = int.from_bytes(data[:8], "little") + 8
     draws = np.random.default_rng(0)
-    for bit in [*draws.integers(0, 8 * len(data), 150), *draws.integers(0, 8 * header, 50)]:
+    for bit in [*draws.integers(0, 8 * len(data), 15), *draws.integers(0, 8 * header, 10)]:
         damaged = bytearray(data)
         damaged[bit // 8] ^= 1 << (bit % 8)
         file.write_bytes(damaged)

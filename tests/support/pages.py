@@ -1,6 +1,8 @@
 """What the tests of README and docs read of a page."""
 
+import ast
 import re
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -29,3 +31,9 @@ def table(text):
 
 def first_names(text):
     return [row[0].strip("`") for row in table(text)]
+
+
+@cache
+def package_modules():
+    """Every module of the package: its path in the repository, and its syntax tree, which is read and not changed."""
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted((ROOT / "unskew").rglob("*.py"))]
