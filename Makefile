@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: demo test test-unit coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
 .venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
@@ -58,6 +58,12 @@ demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores
 	$(TEST) -m "not slow"
+
+test-unit: .venv/installed  ## the files of tests that start no process and no run, in less than a minute
+	$(TEST) -m "unit and not slow"
+
+coverage: .venv/installed  ## the share of lines and branches that `make test` runs, which must not fall below that in pyproject.toml
+	$(TEST) -m "not slow" --cov --cov-report=term:skip-covered
 
 test-all: .venv/installed  ## the whole test suite, before a release
 	$(TEST)

@@ -28,6 +28,7 @@ FOUR = {**MASKED, "clients": 4, "rounds": 1}
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(sites_module, "POLL", 0.01)
+    monkeypatch.setattr(sites_module, "PAUSE", 0.01)
 
 
 def lost(kind, whom):

@@ -111,6 +111,7 @@ def test_batches_and_augmentation_of_dpsgd_cannot_be_computed():
         assert not any(torch.equal(a[0][:9], b[0][:9]) for a, b in zip(one[1], another[1], strict=True))
 
 
+@pytest.mark.xdist_group("heavy")
 @pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 @pytest.mark.parametrize("seeded", ["", SEEDED])
 def test_images_of_private_generators_cannot_be_computed(seeded, monkeypatch):

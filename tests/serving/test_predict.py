@@ -304,7 +304,8 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     arguments = ["evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "site"]
     found = call(capsys, *arguments, "--out", str(out), "--json").json()
     assert [(row["group"], row["rows"]) for row in found] == [("all", 60), ("empty", 10), ("north", 25), ("south", 25)]
-    chance = unskew.load_predictor(patients / "run").predict_proba(x.astype("float32"))
+    chance = unskew.load_predictor(patients / "run").predict_proba(x.astype("float32")).astype(float)
+    chance /= chance.sum(1, keepdims=True)
     for row in found:
         own = slice(None) if row["group"] == "all" else sites == row["group"]
         p, y = chance[own], sick[own]
