@@ -59,7 +59,7 @@ demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores
 	$(TEST) -m "not slow"
 
-test-unit: .venv/installed  ## the files of tests that start no process and no run, in less than a minute
+test-unit: .venv/installed  ## the tests that start no process and no run, in less than 40 seconds on two cores
 	$(TEST) -m "unit and not slow"
 
 coverage: .venv/installed  ## the share of lines and branches that `make test` runs, which must not fall below that in pyproject.toml

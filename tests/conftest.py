@@ -4,6 +4,15 @@ import os
 import pytest
 import torch
 from support.running import blank
+from support.unit import forbid_starts, is_unit
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Unit tests are known by what they call."""
+    for item in items:
+        if is_unit(item):
+            item.add_marker(pytest.mark.unit)
 
 
 def pytest_collection_finish(session):
@@ -16,6 +25,13 @@ def pytest_collection_finish(session):
 def threads():
     """One thread, as two on a shared machine get in each other's way; ``UNSKEW_TEST_THREADS`` asks for another number."""
     torch.set_num_threads(int(os.environ.get("UNSKEW_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _alone(request, monkeypatch):
+    """A unit test starts no process and no run."""
+    if request.node.get_closest_marker("unit") is not None:
+        forbid_starts(monkeypatch)
 
 
 @pytest.fixture
