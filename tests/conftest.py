@@ -1,5 +1,6 @@
 import gc
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +14,10 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if is_unit(item):
             item.add_marker(pytest.mark.unit)
+
+
+FONTS = Path(__file__).parents[1] / ".pytest_cache" / "matplotlib"
+"""Matplotlib's list of fonts, which takes seconds to make, is kept from one run of the tests to the next."""
 
 
 def pytest_collection_finish(session):
@@ -72,4 +77,5 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MPLCONFIGDIR", str(FONTS))
         yield

@@ -2,6 +2,7 @@
 
 import inspect
 import multiprocessing.process
+import os
 import subprocess
 from functools import cache
 from pathlib import Path
@@ -63,13 +64,19 @@ def is_unit(item) -> bool:
 
 
 def forbid_starts(monkeypatch):
-    """Let every start of a process or a run fail."""
+    """Let every start of a run, a worker or a program in Python fail; libraries may call programs when they are imported."""
+    popen = subprocess.Popen.__init__
 
     def start(*args, **options):
         raise AssertionError(
-            "This test starts a process or a run. Add the name it calls to STARTS in tests/support/unit.py."
+            "The test starts a process or a run: add the name of what it calls to tests/support/unit.py."
         )
 
+    def start_program(self, command, *args, **options):
+        if Path(os.fspath(command if isinstance(command, str) else command[0])).name.startswith(("python", "unskew")):
+            start()
+        popen(self, command, *args, **options)
+
     monkeypatch.setattr(session, "run_rounds", start)
-    monkeypatch.setattr(subprocess.Popen, "__init__", start)
+    monkeypatch.setattr(subprocess.Popen, "__init__", start_program)
     monkeypatch.setattr(multiprocessing.process.BaseProcess, "start", start)
