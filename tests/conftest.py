@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def pytest_collection_finish(session):
     """What was imported and collected lives as long as the tests do: the garbage collector need not look at it again."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_runtest_setup():
+    """Libraries that a test imports add handlers to the root logger, which would take the notices of later tests."""
+    logging.getLogger().handlers.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

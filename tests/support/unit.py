@@ -11,7 +11,17 @@ from types import CodeType
 from unskew.runs import session
 
 TESTS = str(Path(__file__).parents[1])
-STARTS = {"run", "compare", "resume", "tune", "diagnose", "leave_one_out", "audit", "carry_out"}  # runs
+STARTS = {
+    "run",
+    "run_experiment",
+    "compare",
+    "resume",
+    "tune",
+    "diagnose",
+    "leave_one_out",
+    "audit",
+    "carry_out",
+}  # runs
 STARTS |= {"call", "main", "Process", "Popen", "exec"}  # programs and pages
 """Names of what starts runs and processes."""
 
