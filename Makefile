@@ -1,4 +1,5 @@
-# The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first.
+# The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first: the demo
+# PyTorch, the core and the report, about half of all; the tests the rest.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -7,12 +8,16 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: help demo test test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: help demo test test-unit coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
-.venv/installed: pyproject.toml constraints.txt
+.venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+	touch $@
+
+.venv/installed: .venv/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
@@ -52,11 +57,17 @@ help:  ## list the targets
 	@sed -n 's/^\([a-z][a-z-]*\):[^#]*## */\1\t/p' $(MAKEFILE_LIST) | sort | while IFS="$$(printf '\t')" read -r target text; do \
 	  printf '%-14s %s\n' "$$target" "$$text"; done
 
-demo: .venv/installed  ## compare four methods on skewed handwritten digits
+demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores
 	$(TEST) -m "not slow"
+
+test-unit: .venv/installed  ## the tests that start no process and no run, in less than 40 seconds on two cores
+	$(TEST) -m "unit and not slow"
+
+coverage: .venv/installed  ## the share of lines and branches that `make test` runs, which must not fall below that in pyproject.toml
+	$(TEST) -m "not slow" --cov --cov-report=term:skip-covered
 
 test-all: .venv/installed  ## the whole test suite, before a release
 	$(TEST)

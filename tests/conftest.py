@@ -1,9 +1,24 @@
 import gc
+import logging
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from support.running import blank
+from support.unit import forbid_starts, is_unit
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Unit tests are known by what they call."""
+    for item in items:
+        if is_unit(item):
+            item.add_marker(pytest.mark.unit)
+
+
+FONTS = Path(__file__).parents[1] / ".pytest_cache" / "matplotlib"
+"""Matplotlib's list of fonts, which takes seconds to make, is kept from one run of the tests to the next."""
 
 
 def pytest_collection_finish(session):
@@ -12,10 +27,22 @@ def pytest_collection_finish(session):
     gc.freeze()
 
 
+def pytest_runtest_setup():
+    """Libraries that a test imports add handlers to the root logger, which would take the notices of later tests."""
+    logging.getLogger().handlers.clear()
+
+
 @pytest.fixture(autouse=True, scope="session")
 def threads():
     """One thread, as two on a shared machine get in each other's way; ``UNSKEW_TEST_THREADS`` asks for another number."""
     torch.set_num_threads(int(os.environ.get("UNSKEW_TEST_THREADS", "1")))
+
+
+@pytest.fixture(autouse=True)
+def _alone(request, monkeypatch):
+    """A unit test starts no process and no run."""
+    if request.node.get_closest_marker("unit") is not None:
+        forbid_starts(monkeypatch)
 
 
 @pytest.fixture
@@ -56,4 +83,5 @@ def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setenv("MPLCONFIGDIR", str(FONTS))
         yield

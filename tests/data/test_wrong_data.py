@@ -2,6 +2,7 @@
 
 import io
 import struct
+import warnings
 import zlib
 from pathlib import Path
 
@@ -20,8 +21,11 @@ from unskew.errors import ConfigError, DataError, UnskewError
 X, Y = np.random.default_rng(0).normal(size=(12, 4)).astype("float32"), np.arange(12) % 3
 IMAGES = np.zeros((12, 5, 5, 3), np.uint8)
 DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
+with warnings.catch_warnings(action="ignore"):  # PyTorch says that such tensors are deprecated
+    QUANTIZED = torch.quantize_per_tensor(torch.from_numpy(X), 0.1, 0, torch.qint8)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -60,7 +64,7 @@ DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
         ({"clients": [(torch.from_numpy(X).to_sparse(), Y)]}, "they are sparse"),
         ({"clients": [(torch.empty(12, 4, device="meta"), Y)]}, "they are on the device meta"),
         ({"clients": [(torch.from_numpy(X).to(torch.float8_e4m3fn), Y)]}, "they are 8-bit floating point"),
-        ({"clients": [(torch.quantize_per_tensor(torch.from_numpy(X), 0.1, 0, torch.qint8), Y)]}, "they are quantized"),
+        ({"clients": [(QUANTIZED, Y)]}, "they are quantized"),
         ({"clients": [(np.broadcast_to(X[0], (10**9, 4)), Y)]}, "Client 0 has 1000000000 inputs but 12 labels"),
         ({"task": "regression", "clients": [(X, Y * 1e300)], "test": (X, Y)}, "targets are too large"),
         ({"clients": [(X, Y, X[:, :2], Y)]}, r"shape \(4,\), but test inputs of \(2,\)"),

@@ -171,11 +171,18 @@ def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_wit
     place.link.spoil = lambda client, asked, answer: (
         replace(answer, config={**answer.config, **said}) if client == 1 else answer
     )
-    with pytest.raises(EngineError, match="Missing clients: 1"):
-        deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), told)
+    result, _ = deployed(tmp_path, place, replace(with_patience(), quorum=2), told, rounds=1)
     assert reason in " ".join(told.warnings)
-    result, _ = deployed(tmp_path / "q", place, replace(with_patience(), quorum=2), told, rounds=1)
     assert result.history[0]["updates"] == 2
+
+
+def test_without_a_quorum_a_run_needs_the_site_whose_report_is_invalid(tmp_path):
+    place = LoopPlace(tmp_path, TINY)
+    place.link.spoil = lambda client, asked, answer: (
+        replace(answer, config={**answer.config, "examples": 0}) if client == 1 else answer
+    )
+    with pytest.raises(EngineError, match="Missing clients: 1"):
+        deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), Told())
 
 
 @pytest.mark.parametrize("name", ["unskew", "torch", "cpu"])

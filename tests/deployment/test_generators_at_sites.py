@@ -13,15 +13,18 @@ from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import UnskewError
 from unskew.generators.trained import ddpm
 
-pytestmark = pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
+pytestmark = [
+    pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed"),
+    pytest.mark.xdist_group("heavy"),  # Opacus takes several seconds to import
+]
 GENERATOR = "ddpm-small;steps=10;sampling_steps=2;width=8;batch=8;multipliers=1/2;blocks=1;attention=8/4"
 PRIVATE = {
-    "method": f"fedssyn:generator={GENERATOR},epochs=2,noise_multiplier=1.5",
+    "method": f"fedssyn:generator={GENERATOR},epochs=1,noise_multiplier=1.5",
     "rounds": 1,
     "eval_clients": 0,
     "clients": 2,
     "partition": "iid",
-    "max_train_samples": 60,
+    "max_train_samples": 30,
 }
 
 

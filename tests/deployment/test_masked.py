@@ -28,6 +28,7 @@ FOUR = {**MASKED, "clients": 4, "rounds": 1}
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(round_requests, "POLL", 0.01)
+    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
 
 
 def lost(kind, whom):

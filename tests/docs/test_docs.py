@@ -43,6 +43,9 @@ LONGER = ("index", "report", "gallery")
 )
 def test_python_of_a_page_runs_from_top_to_bottom(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(
+        "unskew.engines.auto_select.num_cores", lambda: 1
+    )  # no processes, which take longer than the runs
     module = types.ModuleType(f"page_{page.stem}")  # a module that is known, where dataclasses look up their types
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for code in fences(page, "python"):

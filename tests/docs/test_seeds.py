@@ -2,7 +2,7 @@
 
 import ast
 
-from support.pages import ROOT
+from support.pages import package_modules
 
 PURPOSES = """
 attack noise; attackers; augment; backdoor images; batches; bootstrap; broadcast compression; canary; client speed;
@@ -23,8 +23,8 @@ def called(node):
 
 def test_the_purposes_of_random_draws_are_frozen():
     used = set()
-    for path in (ROOT / "unskew").rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    for _, tree in package_modules():
+        for node in ast.walk(tree):
             if isinstance(node, ast.Call) and called(node) in FUNCTIONS and len(node.args) > 1:
                 used.add(ast.unparse(node.args[1]).removeprefix("f").strip("'\""))
     frozen = {name.strip() for name in PURPOSES.replace("\n", " ").split(";")}

@@ -5,15 +5,11 @@ import builtins
 import re
 
 from support.pages import DOCS, ROOT
+from support.pages import package_modules as modules
 
 from unskew.cli.app import commands
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def modules():
-    for path in sorted((ROOT / "unskew").rglob("*.py")):
-        yield path.relative_to(ROOT), ast.parse(path.read_text())
 
 
 def parameters(function):

@@ -35,6 +35,7 @@ def private_of(module, examples=8, epochs=2, batch=4, lr=1.0, **options):
     return PrivateTraining(privacy, module, optimizer, 0, None, examples, epochs, batch)
 
 
+@pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_gradients_per_sample_are_those_of_a_loop_also_behind_attention():
     """Attention hands strided images to the next convolution, for which opacus alone returns zeros."""
     model = generator_factory(TINY)(GeneratorJob((1, 8, 8), 3, 0))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.federations import blobs
 from support.sites import TINY, LoopPlace, Told, deployed
+from support.slow import as_slow
 
 import unskew
 from unskew.deployment.wire.frames import Blob
@@ -90,7 +91,7 @@ def test_error_feedback_reaches_an_optimum_that_the_code_alone_misses():
     target = torch.from_numpy(draws.normal(size=SIZE))
     curvature = torch.from_numpy(draws.uniform(0.5, 1.5, size=SIZE))
 
-    def distance(rule, steps=3000):
+    def distance(rule, steps=1000):
         x, state = torch.zeros(SIZE, dtype=torch.float64), {}
         for t in range(steps):
             update = -0.02 * curvature * (x - target)
@@ -98,13 +99,13 @@ def test_error_feedback_reaches_an_optimum_that_the_code_alone_misses():
             x = x + rule.decode(sent, context(t))["update"]
         return float((x - target).norm())
 
-    assert distance(Sign()) < 1e-3 < distance(Sign(feedback=False))
-    assert distance(TopK(share=0.05), 4000) < 1e-6
-    assert distance(QSGD(levels=1, bucket=SIZE, feedback=True), 1500) < 1e-4
+    assert distance(Sign()) < 1e-3 < 1 < distance(Sign(feedback=False))
+    assert distance(TopK(share=0.05)) < 1e-3
+    assert distance(QSGD(levels=1, bucket=SIZE, feedback=True)) < 1e-3
 
 
 UNBIASED = [QSGD(levels=levels, bucket=bucket, feedback=True) for levels in (1, 3, 7, 15) for bucket in (32, 512)]
-FED_BACK = [*(rule for rule in RULES if rule.name != "randk"), *UNBIASED]
+FED_BACK = [*(rule for rule in RULES if rule.name != "randk"), UNBIASED[0], UNBIASED[-1], *map(as_slow, UNBIASED[1:-1])]
 
 
 def contraction(rule, v):
@@ -130,7 +131,7 @@ def test_decoding_with_feedback_is_a_contraction(rule):
     rule = type(rule)(**{**rule.__dict__, "feedback": True, "down": True})
     for v in (vectors(1)[0], torch.eye(SIZE, dtype=torch.float64)[3], torch.ones(SIZE, dtype=torch.float64)):
         up, down = [], []
-        for draw in range(200):
+        for draw in range(200 if rule.name == "qsgd" else 2):  # for the others it holds in each draw
             sent, state = rule.encode({"update": v}, {}, context(draw))
             assert torch.allclose(rule.decode(sent, context(draw))["update"] + state["update#error"], v, atol=1e-12)
             up.append(float(state["update#error"].square().sum()))
@@ -144,18 +145,18 @@ def test_decoding_with_feedback_is_a_contraction(rule):
 
 @pytest.mark.parametrize("rule", FED_BACK, ids=str)
 def test_the_error_of_a_constant_update_stays_bounded(rule):
-    """At most ``sqrt(1 - delta) / (1 - sqrt(1 - delta))`` times the update in theory, for 500 rounds."""
+    """At most ``sqrt(1 - delta) / (1 - sqrt(1 - delta))`` times the update in theory, for 200 rounds."""
     rule = type(rule)(**{**rule.__dict__, "feedback": True, "down": True})
     update, state, total, errors, behind = vectors(1)[0], {}, 0, [], []
     server, clients, memory = torch.zeros(SIZE, dtype=torch.float64), torch.zeros(SIZE, dtype=torch.float64), {}
-    for round in range(500):
+    for round in range(200):
         sent, state = rule.encode({"update": update}, state, context(round))
         total = total + rule.decode(sent, context(round))["update"]
         errors.append(float(state["update#error"].square().sum()))
         server = server + update
         memory, clients, _ = rule.compress_broadcast(memory, server, clients, round, 0, SPEC)
         behind.append(float((server - clients).square().sum()))
-    assert torch.allclose(total + state["update#error"], 500 * update, rtol=1e-9, atol=1e-6)
+    assert torch.allclose(total + state["update#error"], 200 * update, rtol=1e-9, atol=1e-6)
     # For vectors of any shape; the projection of PowerSGD has no such number, and this one is far above what it reaches.
     delta = {"sign": 1 / 100, "int8": 1 / 32, "powersgd": 1 / 50}.get(rule.name) or contraction(rule, update)
     kept = (1 - delta) ** 0.5
@@ -166,9 +167,9 @@ def test_the_error_of_a_constant_update_stays_bounded(rule):
 def test_without_feedback_qsgd_stays_unbiased():
     """Only what is fed back is scaled: the upload of a run with a compressed broadcast alone is not."""
     rule, v = QSGD(levels=1, bucket=32, down=True), vectors(1)[0]
-    draws = [rule.decode(rule.encode({"update": v}, {}, context(t))[0], context(t))["update"] for t in range(4000)]
+    draws = [rule.decode(rule.encode({"update": v}, {}, context(t))[0], context(t))["update"] for t in range(1000)]
     deviation = torch.stack(draws).mean(0) - v
-    assert deviation.abs().max() < 5 * torch.stack(draws).std(0).max() / 4000**0.5
+    assert deviation.abs().max() < 5 * torch.stack(draws).std(0).max() / 1000**0.5
 
 
 @pytest.mark.parametrize("method", ["topk:share=1", "powersgd:rank=1000", "qsgd:levels=16384,bucket=1"])

@@ -1,21 +1,23 @@
 """FLoRA against a loop that trains the factors of each client and adds their products to the weight."""
 
-import peft
 import pytest
 import torch
 from support.batch_loop import CLASSES, DECAY, FEATURES, HIDDEN, LR, MOMENTUM, OPTIONS, SIZES, Recorder, run
 from torch import nn
 from torch.nn.functional import cross_entropy
-from transformers.pytorch_utils import Conv1D
 
 from unskew.errors import ConfigError, MethodConflictError
 
+pytestmark = pytest.mark.xdist_group("heavy")  # PEFT takes several seconds to import
 RANK, SCALE = 3, 2.0
 """Rank of the factors, and ``alpha / r``."""
 
 
 def model(transposed=False, freeze_a=False):
     """A hidden layer with factors, and a head that is trained as it is."""
+    import peft
+    from transformers.pytorch_utils import Conv1D
+
     torch.manual_seed(1)
     first = Conv1D(HIDDEN, FEATURES) if transposed else nn.Linear(FEATURES, HIDDEN)
     net = nn.Sequential(first, nn.Tanh(), nn.Linear(HIDDEN, CLASSES))

@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 from support.federations import blobs
+from support.slow import slow_but
 from support.tolerance import assert_engines_agree
 
 import unskew
@@ -53,9 +54,24 @@ RUNS += [
 ]
 
 
-def is_slow(method):
-    """Noise at the sites is drawn with exact integers; one composition is enough for the quick suite."""
-    return AT_SITES in method and method != f"scaffold+{AT_SITES}"
+# For each protection: a method that uploads more than its update, one whose clients share a part of the model, one with a
+# step of its own at the server, an attack, late updates, secure sums, and another protection.
+QUICK = [
+    *((f"{method}+{DP}", {}) for method in ("scaffold", "fedals:alpha=2", "ditto")),
+    *((f"{method}+{TOPK}", {}) for method in ("scaffold", "fedrep", "fedadam")),
+    (f"scaffold+{AT_SITES}", SECURE),
+    (f"fedrep+{MEDIAN}", {}),
+    *((method, ATTACK) for method in ("scaffold", "krum:share=0", DP)),
+    (DP, SECURE),
+    (MEDIAN, LATE),
+    (TOPK, LATE),
+    (f"fedbuff:buffer_size=3+{TOPK}", {}),
+    (f"{TOPK}+{KRUM}+fedavgm", ATTACK),
+    (f"scaffold+{RANDK}", {}),
+    ("smooth+cclip+fedadam", ATTACK),
+    *((f"{DPSGD}+{other}", {}) for other in (f"scaffold+{DP}", MEDIAN, "fedals:alpha=2")),
+    (DPSGD, SECURE),
+]
 
 
 REJECTED = [
@@ -82,14 +98,11 @@ REJECTED = [
 
 @pytest.mark.usefixtures("one_key")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize(
-    ("method", "options"),
-    [pytest.param(*pair, marks=pytest.mark.slow if is_slow(pair[0]) else []) for pair in RUNS],
-)
+@pytest.mark.parametrize(("method", "options"), slow_but(QUICK, RUNS))
 def test_a_supported_pair_gives_the_same_on_every_engine(method, options):
     results = [
         unskew.run(blobs(SIZES), method=method, engine=engine, workers=2, **FEW, **options)
-        for engine in ("inline", "vectorized", *(("processes",) if "scaffold" in method or options else ()))
+        for engine in ("inline", "vectorized", *(("processes",) if "scaffold" in method or options == ATTACK else ()))
     ]
     first = results[0]
     assert bool(torch.isfinite(first.vector).all())

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 from support.federations import blobs
+from support.slow import slow_but
 
 import unskew
 from unskew.engines.base import EngineConfig
@@ -53,8 +54,12 @@ LOUD = {
 }
 
 
-@pytest.mark.parametrize("engine", ["inline", "vectorized", "processes"])
-@pytest.mark.parametrize("where", LOUD)
+EVERYWHERE = [(where, engine) for where in LOUD for engine in ("inline", "vectorized", "processes")]
+QUICK = [*((where, "inline") for where in LOUD), ("dpsgd", "vectorized"), ("dpsgd", "processes")]
+"""At the engines, the clients draw."""
+
+
+@pytest.mark.parametrize(("where", "engine"), slow_but(QUICK, EVERYWHERE))
 def test_the_noise_of_a_repeated_run_is_another_one_on_every_engine(where, engine):
     """The noise is so large that the change of the model is the noise alone."""
     changes = []
@@ -106,6 +111,7 @@ def test_batches_and_augmentation_of_dpsgd_cannot_be_computed():
         assert not any(torch.equal(a[0][:9], b[0][:9]) for a, b in zip(one[1], another[1], strict=True))
 
 
+@pytest.mark.xdist_group("heavy")
 @pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed")
 @pytest.mark.parametrize("seeded", ["", SEEDED])
 def test_images_of_private_generators_cannot_be_computed(seeded, monkeypatch):

@@ -274,7 +274,7 @@ def test_an_outcome_of_a_row_whose_data_are_gone_is_shown(tmp_path):
         return {"Shapes": {"method": "feddf:steps=1", "server_data": server}, "FedAvg": {"method": "fedavg"}}
 
     preset = Preset(
-        name="x/y", title="", where="", reference="", settings=SMALL, columns={"iid": {}}, rows=rows("shapes")
+        name="x/y", title="", where="", reference="", settings=SMALL, columns={"iid": {}}, rows=rows("digits")
     )
     made = sweep.Sweep(preset, "paper", tmp_path / "runs", tmp_path / "results", {}, rows=["Shapes"])
     ((cell, _),) = made.carry_out([0])

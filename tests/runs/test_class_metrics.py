@@ -108,7 +108,7 @@ def test_probabilities_are_divided_by_the_class_weights_and_predicted_classes_ar
     summary = result.summary
     assert summary["accuracy"] == pytest.approx((raw.argmax(1) == y).mean())
     assert summary["f1"] == pytest.approx(f1_score(y, raw.argmax(1)))
-    assert summary["loss"] == pytest.approx(log_loss(y, p), rel=1e-5)
+    assert summary["loss"] == pytest.approx(log_loss(y, expected), rel=1e-5)
     assert summary["brier"] == pytest.approx(np.square(p[:, 1] - y).mean(), rel=1e-5)
     assert (p.argmax(1) != raw.argmax(1)).any()
 

@@ -17,7 +17,7 @@ import pytest
 import torch
 import yaml
 from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
-from support.slow import slow_but
+from support.slow import as_slow, slow_but
 
 import unskew
 from unskew.errors import CheckpointError, UnskewError
@@ -138,7 +138,7 @@ def test_killed_during_a_checkpoint(tmp_path, straight, draw):
 WRITES = random.Random(7).sample(range(1, 50), 8)
 
 
-@pytest.mark.parametrize("count", slow_but(WRITES[:3], WRITES))
+@pytest.mark.parametrize("count", slow_but(WRITES[:2], WRITES))
 def test_killed_at_a_write(tmp_path, straight, count):
     """The process dies exactly at its n-th wait for the disk: inside of every kind of file."""
     run = tmp_path / "run"
@@ -192,7 +192,7 @@ def test_ctrl_c_finishes_the_round_and_saves(tmp_path, straight, engine):
 
 
 @pytest.mark.parametrize(
-    ("number", "everyone"), [(signal.SIGTERM, True), (signal.SIGTERM, False), (signal.SIGHUP, True)]
+    ("number", "everyone"), [(signal.SIGTERM, True), (signal.SIGTERM, False), as_slow((signal.SIGHUP, True))]
 )
 def test_sigterm_is_ctrl_c_with_code_143(tmp_path, straight, number, everyone):
     """To all processes of a job, as Slurm may send it, or to the first alone, as Kubernetes does; SIGHUP is the same."""

@@ -9,6 +9,7 @@ import time
 
 import pytest
 from support.running import Process, metrics
+from support.slow import slow_but
 
 import unskew
 from unskew.errors import ConfigError
@@ -206,7 +207,7 @@ def test_a_file_does_not_start_a_tracker_that_acts_outside_the_run_folder(tmp_pa
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["run"]
 
 
-@pytest.mark.parametrize("size", [0, 50, 300_000])
+@pytest.mark.parametrize("size", slow_but([300_000], [0, 50, 300_000]))
 def test_a_half_made_database_is_made_anew(tmp_path, size):
     unskew.run(**QUICK, trackers="mlflow", out=tmp_path / "a")
     os.truncate(tmp_path / "mlflow.db", size)

@@ -1,5 +1,6 @@
 """What the tests of README and docs read of a page."""
 
+import ast
 import importlib.util
 import re
 from functools import cache
@@ -46,3 +47,9 @@ def generator():
 def built(page):
     """The text of a page of the documentation with its generated parts."""
     return generator().expand(page.read_text(), page.relative_to(DOCS).as_posix())
+
+
+@cache
+def package_modules():
+    """Every module of the package: its path in the repository, and its syntax tree, which is read and not changed."""
+    return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted((ROOT / "unskew").rglob("*.py"))]

@@ -79,6 +79,7 @@ class LoopPlace:
         if keys:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "roster.txt").write_text("".join(f"{k} {public}\n" for k, (_, public) in enumerate(keys)))
+        agreed = experiment(config).to_yaml()
         for client in range(count):
             place = folder / "sites" / str(client)
             place.mkdir(parents=True, exist_ok=True)
@@ -86,7 +87,7 @@ class LoopPlace:
                 (place / "signing.key").write_bytes(keys[client][0])
             if masked:
                 site = {"roster": str(folder / "roster.txt"), **site}
-            (place / "experiment.yaml").write_text(experiment(config).to_yaml())
+            (place / "experiment.yaml").write_text(agreed)
             (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
             self.sites.append(SiteProcess(place / "site.yaml", log=lambda line: None))
         self.link = LoopLink(self.sites)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Collection
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from unskew.protocol.rules import ClientRule, Context, Tensors
 class GlobalMomentum(ClientRule):
     """Momentum ``m`` that the server computes once per round; every local step uses ``(1 - share) g + share m``."""
 
-    needs: ClassVar[tuple[str, ...]] = ("whole_updates",)
+    needs: Collection[str] = ("whole_updates",)
 
     @property
     def share(self) -> float:
