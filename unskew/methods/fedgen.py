@@ -14,8 +14,8 @@ drawn uniformly and a factor of ``decay`` per round::
 
 ``head(G(y, eps'))`` is a teacher without gradient. The labels ``y~`` are drawn from the classes of all clients
 (``labels="all"``), as in the authors' code (``available_labels`` in ``FLAlgorithms/servers/serverpFedGen.py`` of
-zhuangdizhu/FedGen); the server sends the classes that clients have reported so far with the generator. ``labels="own"``, the
-former default here, draws from the client's own classes. In the first round clients train without these terms, as in the
+zhuangdizhu/FedGen); the server sends the classes that clients have reported so far with the generator. ``labels="own"``
+draws from the client's own classes. In the first round clients train without these terms, as in the
 authors' code; the generator is created after that round.
 
 Differences from the authors' code: noise is Gaussian, as in the paper, instead of uniform; the generator has no BatchNorm,

@@ -13,7 +13,7 @@ The paper counts epochs: ``E_h`` on the head, then ``E_b`` on the body. Here bot
 
 The default 2/3 is ``E_h = 10``, ``E_b = 5``, as in six of the seven scripts of the authors' code (lgcollins/FedRep:
 ``local_ep=15``, ``local_rep_ep=5``). The seventh, CIFAR-10 with 100 clients of two classes, has ``E_b = 1``, that is
-``head_share=0.909``. The former default here was 0.5.
+``head_share=0.909``.
 """
 
 from __future__ import annotations

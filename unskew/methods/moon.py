@@ -12,7 +12,7 @@ supported here.
 
 ``mu=1``, ``T=0.5`` and a two-layer projection of 256 units between features and head are the defaults of the authors' code
 (``main.py`` of QinbinLi/MOON: ``mu``, ``temperature``, ``out_dim``, ``use_project_head``), which recommends tuning ``mu``
-between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection, the former defaults here:
+between 0.001 and 10. The FedCOG paper compares with ``mu=0.01`` and no projection:
 ``moon:mu=0.01,projection=0``. With a projection the model is larger than that of other methods.
 """
 
