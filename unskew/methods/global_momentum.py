@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -13,7 +15,7 @@ from unskew.protocol.rules import ClientRule, Context, Tensors
 class GlobalMomentum(ClientRule):
     """Momentum ``m`` that the server computes once per round; every local step uses ``(1 - share) g + share m``."""
 
-    needs = ("whole_updates",)
+    needs: Collection[str] = ("whole_updates",)
 
     @property
     def share(self) -> float:
