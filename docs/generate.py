@@ -134,9 +134,9 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |".replace(" |  |", " | |") for line in lines).replace("| --- ", "|---")
 
 
-def names(found: Iterable[str]) -> str:
+def names(words: Iterable[str]) -> str:
     """Return names as code, separated by commas."""
-    return ", ".join(f"`{name}`" for name in found)
+    return ", ".join(f"`{name}`" for name in words)
 
 
 def default_text(value: Any) -> str:
@@ -286,24 +286,24 @@ def field_docstrings(cls: type) -> dict[str, str]:
         return {name: " ".join(str(text).split()) for name, text in described.items()}
     tree = ast.parse(inspect.getsource(sys.modules[cls.__module__]))
     body = next(n for n in ast.walk(tree) if isinstance(n, ast.ClassDef) and n.name == cls.__name__).body
-    found = {}
+    texts = {}
     for field, text in pairwise(body):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
-    return found
+            texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+    return texts
 
 
 def fields() -> dict[str, tuple[Any, str]]:
     """Return default and description of each field of the configuration; those of sections as ``section.field``."""
-    found: dict[str, tuple[Any, str]] = {}
+    described: dict[str, tuple[Any, str]] = {}
     defaults, texts = experiment({}).model_dump(mode="json"), field_docstrings(Experiment)
     for name, info in Experiment.model_fields.items():
         if isinstance(info.default, BaseModel):
             inner = field_docstrings(type(info.default))
-            found |= {f"{name}.{part}": (value, inner[part]) for part, value in defaults[name].items()}
+            described |= {f"{name}.{part}": (value, inner[part]) for part, value in defaults[name].items()}
         else:
-            found[name] = defaults[name], texts[name]
-    return found
+            described[name] = defaults[name], texts[name]
+    return described
 
 
 def with_link(place: Place, text: str, name: str) -> str:
@@ -347,9 +347,9 @@ def option_row(place: Place, command: str, parameter: Any) -> list[str]:
 
 def shared_by(name: str) -> tuple[str, ...]:
     """Return the commands that have an option, if it is one of those described together."""
-    found = {c: p.help for c in SHARING for p in commands().commands[c].params if name in p.opts}
-    alike = {"run", "compare", "tune"} <= set(found) and found["run"] == found["compare"] == found["tune"]
-    return tuple(c for c in found if found[c] == found["run"]) if alike else ()
+    texts = {c: p.help for c in SHARING for p in commands().commands[c].params if name in p.opts}
+    alike = {"run", "compare", "tune"} <= set(texts) and texts["run"] == texts["compare"] == texts["tune"]
+    return tuple(c for c in texts if texts[c] == texts["run"]) if alike else ()
 
 
 def resumable_fields(place: Place) -> str:

@@ -286,7 +286,8 @@ def test_methods(capsys):
     assert {"fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold"} <= set(names)
     for row in rows:
         extra = {"expression"} if row["name"] in COMPOSITIONS else set()
-        assert set(row) == {"name", "slots", "needs", "summary", "options", "paper"} | extra
+        stated = {"name", "slots", "needs", "summary", "tasks", "delays", "options", "meanings", "paper"}
+        assert set(row) == stated | extra
         assert row["slots"]
         assert set(row["slots"]) <= {"data", "client", "sync", "aggregate", "server"}
         assert row["summary"]
@@ -294,6 +295,20 @@ def test_methods(capsys):
     table = call(capsys, "methods").out
     for name in names:
         assert name in table
+
+
+def test_one_method_is_described_with_its_conflicts(capsys):
+    row = call(capsys, "methods", "scaffold", "--json").json()
+    assert list(row["meanings"]) == list(row["options"]) == ["option", "variate", "eta_g"]
+    assert (
+        row["conflicts"]["fedrep"]
+        == "scaffold uses the whole model at the server, but fedrep shares only a part of it."
+    )
+    assert "fedprox" not in row["conflicts"]
+    printed = " ".join(call(capsys, "methods", "scaffold").out.split())
+    assert "The server's step." in printed
+    assert "but the other method shares only a part of it." in printed
+    assert call(capsys, "methods", "scafold").code == 2
 
 
 @pytest.mark.draws

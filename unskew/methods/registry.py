@@ -384,11 +384,11 @@ def _add(parts: Sequence[Method]) -> Method:
         raise MethodConflictError(
             f"{personal[0]} and {personal[1]} both define a client's personal model. Remove one of them."
         )
-    whole = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
-    if whole is not None and total.sync is not None:
+    needing = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
+    if needing is not None and total.sync is not None:
         raise MethodConflictError(
-            f"{whole} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. Remove "
-            "one of them."
+            f"{needing} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. "
+            "Remove one of them."
         )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
