@@ -600,7 +600,9 @@ def test_conversion_of_images():
 
 
 def test_server_errors(tmp_path):
-    for server in (360, 0, -3, "-3", "4000"):
+    with pytest.raises(ConfigError, match="server_data=-3 is not valid"):
+        load_federation("digits", clients=2, server_data=-3)
+    for server in (360, 0, "-3", "4000"):
         with pytest.raises(DataError, match="Use a number from 1 to 359"):
             load_federation("digits", clients=2, server_data=server)
     with pytest.raises(ConfigError, match="Remove server_data_path"):
@@ -662,6 +664,6 @@ def test_fewer_samples_are_drawn_by_the_seed():
     assert first != other
     assert first < inputs(0)
     assert len(first) > 290
-    for wrong in (0, 1438):
-        with pytest.raises(ConfigError, match="from 1 to 1437"):
+    for wrong, message in ((0, "greater than or equal to 1"), (1438, "from 1 to 1437")):
+        with pytest.raises(ConfigError, match=message):
             load_federation("digits", partition="iid", clients=3, max_train_samples=wrong)
