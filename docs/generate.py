@@ -2,7 +2,8 @@
 
 In a page, the text between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->`` is replaced when the site is built by
 what the function ``NAME`` of this module returns. The text between the marks is for readers of the source, such as on
-GitHub. ``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
+GitHub. The section of a method gets its options, its compatibility, and the costs that it does not state.
+``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
 """
 
 from __future__ import annotations
@@ -232,17 +233,42 @@ def rule_attributes(place: Place) -> str:
     return markdown_table(["slot", "attribute", "meaning"], rows)
 
 
-def options(place: Place) -> str:
-    """The options of the method of the section."""
-    row = describe_method(place.section)
+COSTS = {"Traffic": "`d` down, `d` up", "Computation": "none", "State": "none"}
+"""Costs of a method that its page does not state: those of FedAvg."""
+LABELS = ("Options", "Cost", "Compatibility", "Notes")
+
+
+def method_section(name: str, text: str) -> str:
+    """Return the section on a method with its options, all costs, and its compatibility.
+
+    Args:
+        name: Name of the method.
+        text: The section as written: citation and formula, and under labels such as ``**Notes**`` what code does not know.
+    """
+    head, *parts = re.split(rf"^\*\*({'|'.join(LABELS)})\*\*\n", text, flags=re.MULTILINE)
+    written = dict.fromkeys(LABELS, "") | dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
+    costs = COSTS | dict(re.findall(r"^- (\w+): (.*)$", written["Cost"], re.MULTILINE))
+    filled = {
+        "Options": f"{options(name)}\n\n{written['Options']}",
+        "Cost": "\n".join(f"- {cost}: {amount}" for cost, amount in costs.items()),
+        "Compatibility": f"{compatibility(name)}\n{written['Compatibility']}",
+        "Notes": written["Notes"],
+    }
+    bodies = [f"**{label}**\n\n{body.strip()}" for label, body in filled.items() if body]
+    return "\n\n".join([head.strip(), *bodies]) + "\n\n"
+
+
+def options(name: str) -> str:
+    """Return the options of a method."""
+    row = describe_method(name)
     lines = [f"- `{k}` = {default_text(v)}: {row['meanings'][k].replace('``', '`')}" for k, v in row["options"].items()]
     return "\n".join(lines) or "None."
 
 
-def compatibility(place: Place) -> str:
-    """Compositions, requirements and tasks of the method of the section."""
-    row, cls = describe_method(place.section), rule_class(place.section)
-    conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(place.section).items()]
+def compatibility(name: str) -> str:
+    """Return compositions, requirements, tasks and weights of a method."""
+    row, cls = describe_method(name), rule_class(name)
+    conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(name).items()]
     tasks = "all" if set(row["tasks"]) == set(TASKS) else ", ".join(TASKS[task] for task in row["tasks"])
     lines = [
         "- Compositions: all but" if conflicts else "- Compositions: all",
@@ -250,6 +276,7 @@ def compatibility(place: Place) -> str:
         f"- Server reads: {'single updates' if row['needs'] == 'individual' else 'sums'}",
         f"- Tasks: {tasks}{f', because {cls.tasks_reason}' if tasks != 'all' and cls.tasks_reason else ''}",
         f"- Delays: {'yes' if row['delays'] else 'no'}",
+        *(["- Weights: uniform"] if cls.weights == "uniform" else []),
     ]
     return "\n".join(lines)
 
@@ -394,8 +421,6 @@ GENERATORS: dict[str, Callable[..., str]] = {
         slot_table,
         hooks,
         rule_attributes,
-        options,
-        compatibility,
         search_spaces,
         requirements,
         configuration,
@@ -423,6 +448,13 @@ def expand(markdown: str, page: str) -> str:
         titles = re.findall("^## (.*)$", markdown[: block.start()], re.MULTILINE)
         return GENERATORS[block[1]](Place(page, titles[-1] if titles else ""), *block[2].split())
 
+    if page.startswith("methods/"):
+        first, *parts = re.split(r"^## (.*)\n", markdown, flags=re.MULTILINE)
+        sections = zip(parts[::2], parts[1::2], strict=True)
+        written = (
+            f"## {t}\n\n{method_section(t, text)}" if t in METHODS else f"## {t}\n{text}" for t, text in sections
+        )
+        markdown = first + "".join(written)
     return BLOCK.sub(generated, markdown)
 
 

@@ -11,7 +11,7 @@ import unskew
 from unskew.data.sources.registry import Source
 from unskew.errors import MethodConflictError
 from unskew.generators.latent import LatentGenerator
-from unskew.methods.registry import METHODS, conflicts, describe_all, method
+from unskew.methods.registry import METHODS, conflicts, describe_all, method, rule_class
 from unskew.protocol import rules
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.method import SLOTS
@@ -56,6 +56,7 @@ def part_of(name, label):
 def test_the_section_of_a_method_has_its_shape_and_every_option_is_described(entry):
     name = entry["name"]
     labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(PAGE, name), re.M)
+    weights = ["Weights"] if rule_class(name).weights == "uniform" else []
     assert labels[:3] == ["Options", "Cost", "Compatibility"]
     assert labels[3:] in ([], ["Notes"])
     assert [name for name, text in entry["meanings"].items() if not re.match(r"[A-Z`\d].*\.$", text)] == []
@@ -65,7 +66,7 @@ def test_the_section_of_a_method_has_its_shape_and_every_option_is_described(ent
     }
     assert lines == {
         "Cost": ["Traffic", "Computation", "State"],
-        "Compatibility": ["Compositions", "Server reads", "Tasks", "Delays"],
+        "Compatibility": ["Compositions", "Server reads", "Tasks", "Delays", *weights],
     }
 
 
