@@ -390,6 +390,15 @@ def tunable_fields(place: Place) -> str:
     return names(SHARED)
 
 
+def command_table(place: Place) -> str:
+    """All commands, each with a link to its section."""
+    rows = [
+        [place.link(f"`{name}`", f"{place.page}#unskew-{name}"), plain((command.help or "").partition("\n\n")[0])]
+        for name, command in commands().commands.items()
+    ]
+    return markdown_table(["command", "purpose"], rows)
+
+
 def flags(place: Place) -> str:
     """The options of the command of the section, without the shared ones."""
     command = place.section.removeprefix("unskew ")
@@ -424,6 +433,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         search_spaces,
         requirements,
         configuration,
+        command_table,
         flags,
         shared_flags,
         resumable_fields,
