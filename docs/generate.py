@@ -2,7 +2,7 @@
 
 In a page, the text between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->`` is replaced when the site is built by
 what the function ``NAME`` of this module returns. The text between the marks is for readers of the source, such as on
-GitHub. The section of a method gets its options, its compatibility, and the costs that it does not state.
+GitHub. The section of a method gets its paper, summary, options, its compatibility, and the costs that it does not state.
 ``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
 """
 
@@ -232,7 +232,7 @@ def method_section(name: str, text: str) -> str:
 
     Args:
         name: Name of the method.
-        text: The section as written: citation and formula, and under labels such as ``**Notes**`` what code does not know.
+        text: The section as written: equations of the paper, formula, and under labels such as ``**Notes**`` what code does not know.
     """
     head, *parts = re.split(rf"^\*\*({'|'.join(LABELS)})\*\*\n", text, flags=re.MULTILINE)
     written = dict.fromkeys(LABELS, "") | dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
@@ -245,7 +245,8 @@ def method_section(name: str, text: str) -> str:
         "Notes": written["Notes"],
     }
     bodies = [f"**{label}**\n\n{body.strip()}" for label, body in filled.items() if body]
-    return "\n\n".join([head.strip(), *bodies]) + "\n\n"
+    row = describe_method(name)
+    return "\n\n".join([f"{row['paper']}: {row['summary']}.", head.strip(), *bodies]) + "\n\n"
 
 def options(name: str) -> str:
     """Return the options of a method."""
