@@ -232,7 +232,7 @@ def method_section(name: str, text: str) -> str:
 
     Args:
         name: Name of the method.
-        text: The section as written: equations of the paper, formula, and under labels such as ``**Notes**`` what code does not know.
+        text: The section as written: formula, and under labels such as ``**Notes**`` what code does not know.
     """
     head, *parts = re.split(rf"^\*\*({'|'.join(LABELS)})\*\*\n", text, flags=re.MULTILINE)
     written = dict.fromkeys(LABELS, "") | dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))

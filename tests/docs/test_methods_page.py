@@ -5,15 +5,15 @@ import re
 
 import pytest
 from support.federations import QUICK
-from support.pages import DOCS, ROOT, built, fences, first_names, section, table
+from support.pages import DOCS, ROOT, built, fences, section, table
 
 import unskew
-from unskew.data.sources.registry import Source
+from unskew.data.sources.registry import SampleTable, Source
 from unskew.errors import MethodConflictError
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.registry import METHODS, conflicts, describe_all, method, rule_class
 from unskew.protocol import rules
-from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.method import SLOTS
 
 PAGE = "\n".join(built(page) for page in sorted((DOCS / "methods").glob("*.md")))
@@ -36,15 +36,15 @@ def test_the_hooks_and_attributes_of_the_protocol_are_described():
     assert {row[1].strip("`") for row in table(section(WRITING, "Attributes"))} == declared
 
 
-def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_others():
-    plugins = (DOCS / "methods" / "plugins.md").read_text()
-    view = first_names(WRITING.split("`federation_info.ClientDataView`")[1])
-    public = {name for name in vars(ClientDataView) if name[0] != "_" and name not in ("of", "plan")}
-    fields = {field.name for field in dataclasses.fields(ClientDataView)}
-    assert {name.partition("(")[0] for name in view} == fields | public
-    rows = plugins.split("| field of `Source` | meaning |")[1]
-    described = re.findall(r"^\| (.*?) \|", rows, re.M)
-    assert re.findall(r"`(\w+)`", " ".join(described)) == [field.name for field in dataclasses.fields(Source)]
+@pytest.mark.parametrize("received", [FederationInfo, ClientDataView, Source, SampleTable])
+def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_others(received):
+    """In the docstring, which the reference shows."""
+    reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert re.search(rf"^::: unskew\.[\w.]+\.{received.__name__}$", reference, re.M)
+    described = re.findall(r"^    (\w+): ", received.__doc__.split("Attributes:")[1].replace("\n    ", "\n"), re.M)
+    assert described == [field.name for field in dataclasses.fields(received)]
+    public = [kind for name, kind in vars(received).items() if name[0] != "_" and callable(kind)]
+    assert all(kind.__doc__ for kind in public)
 
 
 def part_of(name, label):
