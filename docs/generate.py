@@ -34,6 +34,7 @@ from unskew.methods.registry import (  # noqa: E402
     grouped_conflicts,
     rule_class,
 )
+from unskew.models.registry import MODELS, build_model  # noqa: E402
 from unskew.protocol.method import SLOTS, class_slots  # noqa: E402
 from unskew.protocol.requirements import NEEDS  # noqa: E402
 from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
@@ -99,6 +100,7 @@ LINKS = {
 }
 """Page on a field or an option, relative to ``docs/``. A field without an entry has no link."""
 
+
 class Place:
     """Place of a block: its page, and the heading of the section.
 
@@ -122,6 +124,7 @@ class Place:
         path = "" if page == self.page else os.path.relpath(page, os.path.dirname(self.page) or ".")
         return f"[{title}]({path}{mark}{anchor})"
 
+
 def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a table in Markdown.
 
@@ -132,9 +135,11 @@ def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [header, ["---"] * len(header), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |".replace(" |  |", " | |") for line in lines).replace("| --- ", "|---")
 
+
 def names(found: Iterable[str]) -> str:
     """Return names as code, separated by commas."""
     return ", ".join(f"`{name}`" for name in found)
+
 
 def default_text(value: Any) -> str:
     """Return a default value as pages write it."""
@@ -144,9 +149,11 @@ def default_text(value: Any) -> str:
         return "none"
     return "empty" if str(value) in ("", "()", "[]", "{}") else f"`{value}`"
 
+
 def plain(docstring: str) -> str:
     """Return the text of a docstring in Markdown, without the last period."""
     return docstring.replace("``", "`").removesuffix(".")
+
 
 def sections_of_methods() -> dict[str, str]:
     """Return the page and anchor of the section on each method, relative to ``docs/``."""
@@ -154,7 +161,9 @@ def sections_of_methods() -> dict[str, str]:
     titles = [(page, title) for page in pages for title in re.findall("^## (.*)$", page.read_text(), re.MULTILINE)]
     return {title: f"methods/{page.name}#{title}" for page, title in titles if title in METHODS}
 
+
 # ---- methods ------------------------------------------------------------------------------------------------------------
+
 
 def method_table(place: Place) -> str:
     """All methods, each with a link to its section."""
@@ -165,10 +174,12 @@ def method_table(place: Place) -> str:
     ]
     return markdown_table(["name", "slot", "what it does", "paper"], rows)
 
+
 def composition_table(place: Place) -> str:
     """The names of published compositions."""
     rows = [[f"`{name}`", f"`{expression}`", paper] for name, (expression, paper) in COMPOSITIONS.items()]
     return markdown_table(["name", "stands for", "paper"], rows)
+
 
 SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
     "slot": lambda cls, slot: slot in class_slots(cls),
@@ -177,9 +188,11 @@ SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
     "untuned": lambda cls, _: not cls.spaces,
 }
 
+
 def methods(place: Place, kind: str, value: str = "") -> str:
     """The names of the methods of one kind, such as ``slot client`` or ``without_task language``."""
     return names(name for name in METHODS if SELECTIONS[kind](rule_class(name), value))
+
 
 def slot_table(place: Place) -> str:
     """The slots, each with its methods and the base class of its rules."""
@@ -196,9 +209,11 @@ def slot_table(place: Place) -> str:
     ]
     return markdown_table(["slot", "question", "methods", "base class for your own"], rows)
 
+
 def rule_classes() -> list[tuple[str, type]]:
     """Return the base classes of rules, with the slots that each is for."""
     return [("any", Rule), ("client, sync, aggregate", WithServerHalf), *SLOTS.items()]
+
 
 def hooks(place: Place) -> str:
     """The hooks of each slot, with the first sentence of their docstrings."""
@@ -210,12 +225,14 @@ def hooks(place: Place) -> str:
             rows.append([slot, call, plain(" ".join((inspect.getdoc(hook) or "").split("\n\n")[0].split()))])
     return markdown_table(["slot", "hook", "purpose"], rows)
 
+
 def rule_attributes(place: Place) -> str:
     """The attributes that a rule may set, with their docstrings."""
     rows = [
         [slot, f"`{name}`", plain(text)] for slot, cls in rule_classes() for name, text in field_docstrings(cls).items()
     ]
     return markdown_table(["slot", "attribute", "meaning"], rows)
+
 
 COSTS = {"Traffic": "`d` down, `d` up", "Computation": "none", "State": "none"}
 """Costs of a method that its page does not state: those of FedAvg."""
@@ -226,6 +243,7 @@ CODEC_COSTS = {
 }
 """The same for methods that compress updates."""
 LABELS = ("Options", "Cost", "Compatibility", "Notes")
+
 
 def method_section(name: str, text: str) -> str:
     """Return the section on a method with its options, all costs, and its compatibility.
@@ -248,11 +266,13 @@ def method_section(name: str, text: str) -> str:
     row = describe_method(name)
     return "\n\n".join([f"{row['paper']}: {row['summary']}.", head.strip(), *bodies]) + "\n\n"
 
+
 def options(name: str) -> str:
     """Return the options of a method."""
     row = describe_method(name)
     lines = [f"- `{k}` = {default_text(v)}: {row['meanings'][k].replace('``', '`')}" for k, v in row["options"].items()]
     return "\n".join(lines) or "None."
+
 
 def compatibility(name: str) -> str:
     """Return compositions, requirements, tasks and weights of a method."""
@@ -269,6 +289,7 @@ def compatibility(name: str) -> str:
     ]
     return "\n".join(lines)
 
+
 def search_spaces(place: Place) -> str:
     """The search spaces of the methods' options."""
     rows = []
@@ -278,17 +299,35 @@ def search_spaces(place: Place) -> str:
             rows.append([f"`{name}`", ", ".join(spaces)])
     return markdown_table(["method", "options"], rows)
 
+
 def space_text(space: Any) -> str:
     """Return a search space as pages write it."""
     if isinstance(space, RangeSpace):
         return f"{space.low:g} to {space.high:g}{' (log)' if space.log else ''}"
     return " or ".join(str(value) for value in space.values)
 
+
 def requirements(place: Place) -> str:
     """The words that ``needs`` of a rule may contain."""
     return markdown_table(["word", "meaning"], [[f"`{name}`", text] for name, text in NEEDS.items()])
 
+
+SHAPES = {"8 × 8 gray": (1, 8, 8), "28 × 28 gray": (1, 28, 28), "32 × 32 color": (3, 32, 32)}
+
+
+def model_table(place: Place) -> str:
+    """The built-in models of numbers and images, with their numbers of parameters for ten classes."""
+    rows = []
+    for name, entry in MODELS.items():
+        if not (entry.pretrained or entry.texts):
+            networks = [build_model(name, shape, 10) for shape in SHAPES.values()]
+            sizes = [f"{sum(p.numel() for p in network.parameters()):,}" for network in networks]
+            rows.append([f"`{name}`", f"{entry.description}; {entry.reference}", *sizes])
+    return markdown_table(["model", "description", *SHAPES], rows)
+
+
 # ---- configuration and command line -------------------------------------------------------------------------------------
+
 
 def field_docstrings(cls: type) -> dict[str, str]:
     """Return the descriptions of a class's fields: the docstrings below them."""
@@ -303,6 +342,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
             found[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
     return found
 
+
 def fields() -> dict[str, tuple[Any, str]]:
     """Return default and description of each field of the configuration; those of sections as ``section.field``."""
     found: dict[str, tuple[Any, str]] = {}
@@ -315,9 +355,11 @@ def fields() -> dict[str, tuple[Any, str]]:
             found[name] = defaults[name], texts[name]
     return found
 
+
 def with_link(place: Place, text: str, name: str) -> str:
     """Return a description with the link to the page on the field or option, if there is one."""
     return f"{text}; see {place.link(*LINKS[name])}" if name in LINKS else text
+
 
 def configuration(place: Place) -> str:
     """All fields of the configuration."""
@@ -327,11 +369,13 @@ def configuration(place: Place) -> str:
     ]
     return markdown_table(["field", "default", "meaning"], rows)
 
+
 def field_of(parameter: str) -> str | None:
     """Return the field that a parameter of a command sets; None if it is an option of the command."""
     known = fields()
     ends = (f".{parameter}", f"{parameter}.columns")
     return parameter if parameter in known else next((name for name in known if name.endswith(ends)), None)
+
 
 def option_row(place: Place, command: str, parameter: Any) -> list[str]:
     """Return the row of an option: its names, its default, and its description."""
@@ -350,20 +394,24 @@ def option_row(place: Place, command: str, parameter: Any) -> list[str]:
     cell = names([*parameter.opts, *parameter.secondary_opts])
     return [cell, shown, with_link(place, plain(text), field if field in LINKS else parameter.opts[0])]
 
+
 def shared_by(name: str) -> tuple[str, ...]:
     """Return the commands that have an option, if it is one of those described together."""
     found = {c: p.help for c in SHARING for p in commands().commands[c].params if name in p.opts}
     alike = {"run", "compare", "tune"} <= set(found) and found["run"] == found["compare"] == found["tune"]
     return tuple(c for c in found if found[c] == found["run"]) if alike else ()
 
+
 def resumable_fields(place: Place) -> str:
     """The fields that may change when a run is resumed."""
     flags = {parameter.name for parameter in commands().commands["resume"].params}
     return names(name for name in RESUMABLE if name not in flags)
 
+
 def tunable_fields(place: Place) -> str:
     """The fields of a run that may be tuned."""
     return names(SHARED)
+
 
 def command_table(place: Place) -> str:
     """All commands, each with a link to its section."""
@@ -373,12 +421,14 @@ def command_table(place: Place) -> str:
     ]
     return markdown_table(["command", "purpose"], rows)
 
+
 def flags(place: Place) -> str:
     """The options of the command of the section, without the shared ones."""
     command = place.section.removeprefix("unskew ")
     params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
     return markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+
 
 def shared_flags(place: Place) -> str:
     """The options that several commands have, by the commands."""
@@ -393,6 +443,7 @@ def shared_flags(place: Place) -> str:
         parts += [title, markdown_table(["option", "default", "meaning"], rows)]
     return "\n\n".join(parts)
 
+
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -404,6 +455,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         rule_attributes,
         search_spaces,
         requirements,
+        model_table,
         configuration,
         command_table,
         flags,
@@ -413,6 +465,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
     )
 }
 """Functions that pages may name."""
+
 
 def expand(markdown: str, page: str) -> str:
     """Replace the generated blocks of a page.
@@ -438,6 +491,7 @@ def expand(markdown: str, page: str) -> str:
         markdown = first + "".join(written)
     return BLOCK.sub(generated, markdown)
 
+
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Replace the generated blocks of a page; mkdocs calls this.
 
@@ -448,6 +502,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         files: Files of the site.
     """
     return expand(markdown, page.file.src_uri)
+
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
