@@ -326,6 +326,28 @@ def model_table(place: Place) -> str:
     return markdown_table(["model", "description", *SHAPES], rows)
 
 
+def model_options(place: Place) -> str:
+    """The options of the built-in models, from signatures and docstrings."""
+    rows = []
+    for name, entry in MODELS.items():
+        described = argument_docs(entry.constructor)
+        known = inspect.signature(entry.constructor).parameters.items()
+        own = [
+            (k, p.default) for k, p in known if p.default is not p.empty and k != "categories" and not entry.pretrained
+        ]
+        rows += [
+            [f"`{name}`", f"`{k}`", f"`{v}`", plain(described[k]).replace('`"', "`").replace('"`', "`")] for k, v in own
+        ]
+    return markdown_table(["model", "option", "default", "meaning"], rows)
+
+
+def argument_docs(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the descriptions of a function's arguments."""
+    described = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 # ---- configuration and command line -------------------------------------------------------------------------------------
 
 
@@ -456,6 +478,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         search_spaces,
         requirements,
         model_table,
+        model_options,
         configuration,
         command_table,
         flags,
