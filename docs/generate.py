@@ -449,7 +449,8 @@ def flags(place: Place) -> str:
     command = place.section.removeprefix("unskew ")
     params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
-    return markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+    table = markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+    return table if len(own) == len(params) else f"In addition to the [shared options](#shared-options):\n\n{table}"
 
 
 def shared_flags(place: Place) -> str:
