@@ -25,6 +25,8 @@ sys.path.insert(0, str(DOCS.parent))
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
+from unskew.data.sources.registry import HUB, SOURCES  # noqa: E402
+from unskew.deployment.site.config import SiteConfig  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
     COMPOSITIONS,
     METHODS,
@@ -95,6 +97,8 @@ LINKS = {
     "--threshold": ("the positive class", "tables.md#imbalanced-classes"),
     "--validate-minutes": ("testing the advice", "advice.md#testing-the-advice"),
     "--local": ("deployed runs", "deployment.md#unskew-deploy-run"),
+    "--quorum": ("sites that join and leave", "deployment.md#sites-that-join-and-leave"),
+    "--asynchronous": ("asynchronous rounds", "deployment.md#asynchronous-rounds"),
 }
 """Page on a field or an option, relative to ``docs/``. A field without an entry has no link."""
 
@@ -366,7 +370,10 @@ def tunable_fields(place: Place) -> str:
 def flags(place: Place) -> str:
     """The options of the command of the section, without the shared ones."""
     command = place.section.removeprefix("unskew ")
-    params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
+    found: Any = commands()
+    for word in command.split():
+        found = found.commands[word]
+    params = [p for p in found.params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
     return markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
 
@@ -383,6 +390,44 @@ def shared_flags(place: Place) -> str:
         rows = [option_row(place, "run", parameter) for parameter in params]
         parts += [title, markdown_table(["option", "default", "meaning"], rows)]
     return "\n\n".join(parts)
+
+
+def deploy_commands(place: Place, *chosen: str) -> str:
+    """The commands of a deployment of these names, with their arguments and options."""
+    rows = []
+    for name in chosen:
+        command = commands().commands["deploy"].commands[name]
+        arguments = [p.name.upper() for p in command.params if not p.opts[0].startswith("--")]
+        own = [f" `{p.opts[0]}`: {plain(p.help)}." for p in command.params if p.opts[0].startswith("--")]
+        text = " ".join((command.help or "").split("\n\n")[0].split())
+        rows.append([f"`unskew deploy {' '.join([name, *arguments])}`", text + "".join(own)])
+    return markdown_table(["command", "effect"], rows)
+
+
+def site_fields(place: Place) -> str:
+    """The fields of ``site.yaml``; those of sections as ``section.field``."""
+    rows = []
+    for name, text in field_docstrings(SiteConfig).items():
+        info = SiteConfig.model_fields[name]
+        default = "required" if info.is_required() else default_text(info.default)
+        if isinstance(info.default, BaseModel):
+            values, inner = info.default.model_dump(), field_docstrings(type(info.default))
+            rows += [[f"`{name}.{part}`", default_text(value), plain(inner[part])] for part, value in values.items()]
+        else:
+            rows.append([f"`{name}`", default, plain(text)])
+    return markdown_table(["field", "default", "meaning"], rows)
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------
+
+
+def sources(place: Place) -> str:
+    """The data sources, with the columns of inputs and labels of those from the Hugging Face Hub."""
+    rows = []
+    for name, text in SOURCES.items():
+        columns = names((HUB[name].image, HUB[name].label)) if name in HUB else ""
+        rows.append([f"`{name}`", text.replace("<", "&lt;"), columns])
+    return markdown_table(["source", "content", "columns of input and label"], rows)
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
@@ -403,6 +448,9 @@ GENERATORS: dict[str, Callable[..., str]] = {
         shared_flags,
         resumable_fields,
         tunable_fields,
+        deploy_commands,
+        site_fields,
+        sources,
     )
 }
 """Functions that pages may name."""
