@@ -22,6 +22,7 @@ from pydantic import BaseModel
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
+from unskew.attacks.registry import ATTACKS, Attack  # noqa: E402
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
@@ -418,6 +419,17 @@ def site_fields(place: Place) -> str:
     return markdown_table(["field", "default", "meaning"], rows)
 
 
+def attack_kinds(place: Place) -> str:
+    """The kinds of attacks with their options."""
+    rows = []
+    for name, kind in ATTACKS.items():
+        meaning, paper = (inspect.getdoc(kind) or "").split("\n\n")
+        texts = {k: text for k, text in field_docstrings(kind).items() if k not in Attack.model_fields}
+        own = [f"`{k}` ({default_text(kind.model_fields[k].default)}): {plain(text)}" for k, text in texts.items()]
+        rows.append([f"`{name}`", plain(meaning), "; ".join(own), plain(paper)])
+    return markdown_table(["kind", "attack", "options (default)", "paper"], rows)
+
+
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
@@ -451,6 +463,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         deploy_commands,
         site_fields,
         sources,
+        attack_kinds,
     )
 }
 """Functions that pages may name."""
