@@ -23,9 +23,11 @@ DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
 from unskew.attacks.registry import ATTACKS, Attack  # noqa: E402
+from unskew.benchmark.suite import BenchmarkFederation, Suite  # noqa: E402
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
+from unskew.data.partition.parsing import OPTIONS, PARTITIONS  # noqa: E402
 from unskew.data.sources.registry import HUB, SOURCES  # noqa: E402
 from unskew.deployment.site.config import SiteConfig  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
@@ -442,6 +444,29 @@ def sources(place: Place) -> str:
     return markdown_table(["source", "content", "columns of input and label"], rows)
 
 
+def partitions(place: Place) -> str:
+    """The partitions."""
+    rows = [text.split(": ", 1) for text in PARTITIONS.values()]
+    return markdown_table(["form", "what each client gets"], [[f"`{form}`", text] for form, text in rows])
+
+
+def partition_options(place: Place) -> str:
+    """The options of the partitions."""
+    rows = [[f"`{key}`", f"`{name}`", text] for name, known in OPTIONS.items() for key, text in known.items()]
+    return markdown_table(["option", "of", "meaning"], rows)
+
+
+def benchmark_fields(place: Place, kind: str) -> str:
+    """The fields of a suite file or a federation file."""
+    model = {"suite": Suite, "federation": BenchmarkFederation}[kind]
+    rows = []
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(model) or "", re.MULTILINE):
+        info = model.model_fields[name]
+        default = "required" if info.is_required() else default_text(info.get_default(call_default_factory=True))
+        rows.append([f"`{name}`", default, plain(" ".join(text.split()))])
+    return markdown_table(["field", "default", "meaning"], rows[1:])  # the name follows from the file
+
+
 GENERATORS: dict[str, Callable[..., str]] = {
     function.__name__: function
     for function in (
@@ -464,6 +489,9 @@ GENERATORS: dict[str, Callable[..., str]] = {
         site_fields,
         sources,
         attack_kinds,
+        partitions,
+        partition_options,
+        benchmark_fields,
     )
 }
 """Functions that pages may name."""
