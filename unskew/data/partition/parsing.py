@@ -34,8 +34,8 @@ OPTIONS: dict[str, dict[str, str]] = {
     },
     "classes": {
         "alpha": "exactly S classes, drawn by the seed: each class is divided among its clients by a Dirichlet draw with "
-        "this concentration, at least one sample each. The numbers of clients per class differ by at most one. ExDir of Li and "
-        "Lyu 2023 (arXiv:2311.03154)",
+        "this concentration, at least one sample each. The numbers of clients per class differ by at most one. ExDir of Li "
+        "and Lyu 2023 (arXiv:2311.03154)",
         "by": "column whose values are divided, instead of the label",
     },
     "quantity": {"min": "minimum client size, 1 by default"},
