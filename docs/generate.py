@@ -30,6 +30,11 @@ from unskew.config.loader import experiment  # noqa: E402
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS  # noqa: E402
 from unskew.data.sources.registry import HUB, SOURCES  # noqa: E402
 from unskew.deployment.site.config import SiteConfig  # noqa: E402
+from unskew.measurements.consensus import Consensus  # noqa: E402
+from unskew.measurements.gradient_dissimilarity import Gradients  # noqa: E402
+from unskew.measurements.local_models import LocalModels  # noqa: E402
+from unskew.measurements.server_cost import ServerCost  # noqa: E402
+from unskew.measurements.update_cosines import UpdateCosines  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
     COMPOSITIONS,
     METHODS,
@@ -432,6 +437,23 @@ def attack_kinds(place: Place) -> str:
     return markdown_table(["kind", "attack", "options (default)", "paper"], rows)
 
 
+DIAGNOSTICS = {
+    "local_models": LocalModels,
+    "consensus": Consensus,
+    "updates": UpdateCosines,
+    "gradients": Gradients,
+    "server": ServerCost,
+}
+
+
+def diagnostics(place: Place) -> str:
+    """The metrics of the diagnostics: the second paragraph of their docstrings."""
+    texts = {name: " ".join((inspect.getdoc(cls) or "").split("\n\n")[1].split()) for name, cls in DIAGNOSTICS.items()}
+    return markdown_table(
+        ["`diagnose`", "metrics"], [[f"`{name}`", plain(text).replace("||", "‖")] for name, text in texts.items()]
+    )
+
+
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
@@ -489,6 +511,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         site_fields,
         sources,
         attack_kinds,
+        diagnostics,
         partitions,
         partition_options,
         benchmark_fields,
