@@ -48,6 +48,8 @@ from unskew.protocol.requirements import NEEDS  # noqa: E402
 from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
 from unskew.protocol.search_space import RangeSpace  # noqa: E402
 from unskew.runs.resume import RESUMABLE  # noqa: E402
+from unskew.tasks.metrics import METRICS, TWO_CLASSES  # noqa: E402
+from unskew.tasks.primary_metric import KNOWN_METRICS  # noqa: E402
 from unskew.tuning.spaces import SHARED, method_spaces  # noqa: E402
 
 BLOCK = re.compile(r"<!-- generated: (\w+)(.*?) -->.*?<!-- end -->", re.DOTALL)
@@ -437,6 +439,16 @@ def attack_kinds(place: Place) -> str:
     return markdown_table(["kind", "attack", "options (default)", "paper"], rows)
 
 
+def classifier_metrics(place: Place) -> str:
+    """The metrics that ``metrics`` may name."""
+    rows = []
+    for name, metric in METRICS.items():
+        text = " ".join((inspect.getdoc(metric) or "").removeprefix("Compute the ").removeprefix("Compute ").split())
+        lower = ". Lower is better" if name in KNOWN_METRICS and KNOWN_METRICS[name].lower_is_better else ""
+        rows.append([f"`{name}`", plain(text) + lower + (". Two classes only" if name in TWO_CLASSES else "")])
+    return markdown_table(["`metrics`", "meaning"], rows)
+
+
 DIAGNOSTICS = {
     "local_models": LocalModels,
     "consensus": Consensus,
@@ -512,6 +524,7 @@ GENERATORS: dict[str, Callable[..., str]] = {
         sources,
         attack_kinds,
         diagnostics,
+        classifier_metrics,
         partitions,
         partition_options,
         benchmark_fields,
