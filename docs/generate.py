@@ -23,9 +23,19 @@ from pydantic import BaseModel
 DOCS = Path(__file__).parent
 sys.path.insert(0, str(DOCS.parent))
 
+from unskew.attacks.registry import ATTACKS, Attack  # noqa: E402
+from unskew.benchmark.suite import BenchmarkFederation, Suite  # noqa: E402
 from unskew.cli.app import commands  # noqa: E402
 from unskew.config.experiment import Experiment  # noqa: E402
 from unskew.config.loader import experiment  # noqa: E402
+from unskew.data.partition.parsing import OPTIONS, PARTITIONS  # noqa: E402
+from unskew.data.sources.registry import HUB, SOURCES  # noqa: E402
+from unskew.deployment.site.config import SiteConfig  # noqa: E402
+from unskew.measurements.consensus import Consensus  # noqa: E402
+from unskew.measurements.gradient_dissimilarity import Gradients  # noqa: E402
+from unskew.measurements.local_models import LocalModels  # noqa: E402
+from unskew.measurements.server_cost import ServerCost  # noqa: E402
+from unskew.measurements.update_cosines import UpdateCosines  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
     COMPOSITIONS,
     METHODS,
@@ -40,6 +50,8 @@ from unskew.protocol.requirements import NEEDS  # noqa: E402
 from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
 from unskew.protocol.search_space import RangeSpace  # noqa: E402
 from unskew.runs.resume import RESUMABLE  # noqa: E402
+from unskew.tasks.metrics import METRICS, TWO_CLASSES  # noqa: E402
+from unskew.tasks.primary_metric import KNOWN_METRICS  # noqa: E402
 from unskew.tuning.spaces import SHARED, method_spaces  # noqa: E402
 
 BLOCK = re.compile(r"<!-- generated: (\w+)(.*?) -->.*?<!-- end -->", re.DOTALL)
@@ -97,6 +109,8 @@ LINKS = {
     "--threshold": ("the positive class", "tables.md#imbalanced-classes"),
     "--validate-minutes": ("testing the advice", "advice.md#testing-the-advice"),
     "--local": ("deployed runs", "deployment.md#unskew-deploy-run"),
+    "--quorum": ("sites that join and leave", "deployment.md#sites-that-join-and-leave"),
+    "--asynchronous": ("asynchronous rounds", "deployment.md#asynchronous-rounds"),
 }
 """Page on a field or an option, relative to ``docs/``. A field without an entry has no link."""
 
@@ -447,7 +461,10 @@ def command_table(place: Place) -> str:
 def flags(place: Place) -> str:
     """The options of the command of the section, without the shared ones."""
     command = place.section.removeprefix("unskew ")
-    params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
+    found: Any = commands()
+    for word in command.split():
+        found = found.commands[word]
+    params = [p for p in found.params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
     table = markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
     return table if len(own) == len(params) else f"In addition to the [shared options](#shared-options):\n\n{table}"
@@ -465,6 +482,105 @@ def shared_flags(place: Place) -> str:
         rows = [option_row(place, "run", parameter) for parameter in params]
         parts += [title, markdown_table(["option", "default", "meaning"], rows)]
     return "\n\n".join(parts)
+
+
+def deploy_commands(place: Place, *chosen: str) -> str:
+    """The commands of a deployment of these names, with their arguments and options."""
+    rows = []
+    for name in chosen:
+        command = commands().commands["deploy"].commands[name]
+        arguments = [p.name.upper() for p in command.params if not p.opts[0].startswith("--")]
+        own = [f" `{p.opts[0]}`: {plain(p.help)}." for p in command.params if p.opts[0].startswith("--")]
+        text = " ".join((command.help or "").split("\n\n")[0].split())
+        rows.append([f"`unskew deploy {' '.join([name, *arguments])}`", text + "".join(own)])
+    return markdown_table(["command", "effect"], rows)
+
+
+def site_fields(place: Place) -> str:
+    """The fields of ``site.yaml``; those of sections as ``section.field``."""
+    rows = []
+    for name, text in field_docstrings(SiteConfig).items():
+        info = SiteConfig.model_fields[name]
+        default = "required" if info.is_required() else default_text(info.default)
+        if isinstance(info.default, BaseModel):
+            values, inner = info.default.model_dump(), field_docstrings(type(info.default))
+            rows += [[f"`{name}.{part}`", default_text(value), plain(inner[part])] for part, value in values.items()]
+        else:
+            rows.append([f"`{name}`", default, plain(text)])
+    return markdown_table(["field", "default", "meaning"], rows)
+
+
+def attack_kinds(place: Place) -> str:
+    """The kinds of attacks with their options."""
+    rows = []
+    for name, kind in ATTACKS.items():
+        meaning, paper = (inspect.getdoc(kind) or "").split("\n\n")
+        texts = {k: text for k, text in field_docstrings(kind).items() if k not in Attack.model_fields}
+        own = [f"`{k}` ({default_text(kind.model_fields[k].default)}): {plain(text)}" for k, text in texts.items()]
+        rows.append([f"`{name}`", plain(meaning), "; ".join(own), plain(paper)])
+    return markdown_table(["kind", "attack", "options (default)", "paper"], rows)
+
+
+def classifier_metrics(place: Place) -> str:
+    """The metrics that ``metrics`` may name."""
+    rows = []
+    for name, metric in METRICS.items():
+        text = " ".join((inspect.getdoc(metric) or "").removeprefix("Compute the ").removeprefix("Compute ").split())
+        lower = ". Lower is better" if name in KNOWN_METRICS and KNOWN_METRICS[name].lower_is_better else ""
+        rows.append([f"`{name}`", plain(text) + lower + (". Two classes only" if name in TWO_CLASSES else "")])
+    return markdown_table(["`metrics`", "meaning"], rows)
+
+
+DIAGNOSTICS = {
+    "local_models": LocalModels,
+    "consensus": Consensus,
+    "updates": UpdateCosines,
+    "gradients": Gradients,
+    "server": ServerCost,
+}
+
+
+def diagnostics(place: Place) -> str:
+    """The metrics of the diagnostics: the second paragraph of their docstrings."""
+    texts = {name: " ".join((inspect.getdoc(cls) or "").split("\n\n")[1].split()) for name, cls in DIAGNOSTICS.items()}
+    return markdown_table(
+        ["`diagnose`", "metrics"], [[f"`{name}`", plain(text).replace("||", "‖")] for name, text in texts.items()]
+    )
+
+
+# ---- data ---------------------------------------------------------------------------------------------------------------
+
+
+def sources(place: Place) -> str:
+    """The data sources, with the columns of inputs and labels of those from the Hugging Face Hub."""
+    rows = []
+    for name, text in SOURCES.items():
+        columns = names((HUB[name].image, HUB[name].label)) if name in HUB else ""
+        rows.append([f"`{name}`", text.replace("<", "&lt;"), columns])
+    return markdown_table(["source", "content", "columns of input and label"], rows)
+
+
+def partitions(place: Place) -> str:
+    """The partitions."""
+    rows = [text.split(": ", 1) for text in PARTITIONS.values()]
+    return markdown_table(["form", "what each client gets"], [[f"`{form}`", text] for form, text in rows])
+
+
+def partition_options(place: Place) -> str:
+    """The options of the partitions."""
+    rows = [[f"`{key}`", f"`{name}`", text] for name, known in OPTIONS.items() for key, text in known.items()]
+    return markdown_table(["option", "of", "meaning"], rows)
+
+
+def benchmark_fields(place: Place, kind: str) -> str:
+    """The fields of a suite file or a federation file."""
+    model = {"suite": Suite, "federation": BenchmarkFederation}[kind]
+    rows = []
+    for name, text in re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(model) or "", re.MULTILINE):
+        info = model.model_fields[name]
+        default = "required" if info.is_required() else default_text(info.get_default(call_default_factory=True))
+        rows.append([f"`{name}`", default, plain(" ".join(text.split()))])
+    return markdown_table(["field", "default", "meaning"], rows[1:])  # the name follows from the file
 
 
 GENERATORS: dict[str, Callable[..., str]] = {
@@ -486,6 +602,15 @@ GENERATORS: dict[str, Callable[..., str]] = {
         shared_flags,
         resumable_fields,
         tunable_fields,
+        deploy_commands,
+        site_fields,
+        sources,
+        attack_kinds,
+        diagnostics,
+        classifier_metrics,
+        partitions,
+        partition_options,
+        benchmark_fields,
     )
 }
 """Functions that pages may name."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
-from support.pages import DOCS, section, table
+from support.pages import DOCS, built, section, table
 from support.running import TINY, call, summary
 
 import unskew
@@ -312,6 +312,6 @@ def test_without_honest_updates_attackers_send_their_own():
 
 
 def test_the_page_lists_every_kind_with_its_options():
-    rows = table(section((DOCS / "attacks.md").read_text(), "Kinds"))
+    rows = table(section(built(DOCS / "attacks.md"), "Kinds"))
     listed = {row[0].strip("`"): set(re.findall(r"`(\w+)`(?:,| \()", row[2])) for row in rows}
     assert listed == {name: {*kind.model_fields} - {*Attack.model_fields} for name, kind in ATTACKS.items()}

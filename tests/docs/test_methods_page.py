@@ -5,7 +5,7 @@ import re
 
 import pytest
 from support.federations import QUICK
-from support.pages import DOCS, ROOT, built, fences, section, table
+from support.pages import DOCS, built, section, table
 
 import unskew
 from unskew.data.sources.registry import SampleTable, Source
@@ -83,10 +83,6 @@ def test_two_methods_run_together_or_raise_the_stated_error(name):
                 method(expression)
     page = part_of(name, "Compatibility").split("- Server reads")[0]
     assert set(stated) <= set(re.findall("`(.*?)`", page))
-
-
-def test_contributing_shows_a_method_as_it_is():
-    assert fences(ROOT / "CONTRIBUTING.md", "python")[0] == (ROOT / "unskew" / "methods" / "fedprox.py").read_text()
 
 
 @pytest.mark.slow

@@ -38,7 +38,10 @@ class Attack(BaseModel):
 
 
 class LabelFlip(Attack):
-    """Training on labels ``C - 1 - y``, or on ``to_class`` instead of ``from_class``."""
+    """Training on labels ``C - 1 - y``, or on ``to_class`` instead of ``from_class``.
+
+    Tolpegin et al. 2020, arXiv:2007.08432.
+    """
 
     kind: Literal["labelflip"] = "labelflip"
     from_class: Label | None = None
@@ -48,7 +51,10 @@ class LabelFlip(Attack):
 
 
 class SignFlip(Attack):
-    """``-scale * u_k`` instead of the update ``u_k``."""
+    """``-scale * u_k`` instead of the update ``u_k``.
+
+    Li et al. 2019, arXiv:1811.03761.
+    """
 
     kind: Literal["signflip"] = "signflip"
     scale: Factor = 1.0
@@ -56,7 +62,10 @@ class SignFlip(Attack):
 
 
 class GaussianNoise(Attack):
-    """Noise ``N(0, sigma^2)`` instead of the update."""
+    """Noise ``N(0, sigma^2)`` instead of the update.
+
+    Blanchard et al. 2017, arXiv:1703.02757.
+    """
 
     kind: Literal["gaussian"] = "gaussian"
     sigma: Factor = 1.0
@@ -64,7 +73,10 @@ class GaussianNoise(Attack):
 
 
 class InnerProduct(Attack):
-    """``-epsilon`` times the mean of the honest updates."""
+    """``-epsilon`` times the mean of the honest updates.
+
+    Xie et al. 2019, arXiv:1903.03936.
+    """
 
     reads_honest: ClassVar[bool] = True
 
@@ -74,7 +86,10 @@ class InnerProduct(Attack):
 
 
 class LittleIsEnough(Attack):
-    """Mean of the honest updates minus ``z`` standard deviations, in each coordinate."""
+    """Mean of the honest updates minus ``z`` standard deviations, in each coordinate.
+
+    Baruch et al. 2019, arXiv:1902.06156.
+    """
 
     reads_honest: ClassVar[bool] = True
 
@@ -84,7 +99,10 @@ class LittleIsEnough(Attack):
 
 
 class Mimic(Attack):
-    """Copy of the honest client that is farthest along the direction of largest variance."""
+    """Copy of the honest client that is farthest along the direction of largest variance.
+
+    Karimireddy et al. 2020, arXiv:2006.09365.
+    """
 
     reads_honest: ClassVar[bool] = True
 
@@ -94,7 +112,10 @@ class Mimic(Attack):
 
 
 class Backdoor(Attack):
-    """Training on additional images with a patch and the target label; the update is multiplied by ``boost``."""
+    """Training on additional images with a patch and the target label; the update is multiplied by ``boost``.
+
+    Bagdasaryan et al. 2018, arXiv:1807.00459.
+    """
 
     kind: Literal["backdoor"] = "backdoor"
     target: Label = 0
@@ -108,7 +129,10 @@ class Backdoor(Attack):
 
 
 class FreeRide(Attack):
-    """No training: zeros, or the last change of the global model."""
+    """No training: zeros, or the last change of the global model.
+
+    Fraboni et al. 2020, arXiv:2006.11901.
+    """
 
     kind: Literal["freeride"] = "freeride"
     mode: Literal["zero", "last"] = "zero"

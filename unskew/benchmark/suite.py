@@ -33,11 +33,11 @@ class BenchmarkFederation(BaseModel):
     Attributes:
         name: Name of its file without the ending.
         title: Description in a few words.
-        kind: ``natural`` if the clients are real, ``controlled`` if their skew was made.
+        kind: ``natural`` if the clients are real, ``controlled`` if the skew was created; the two kinds have separate tables.
         source: Citation of the data, and their license.
-        needs: File that must exist, relative to the folder of the data files; None if the data need no file.
+        needs: File below the folder of the data that must exist; omit it for data that unskew creates or downloads.
         without: Reason by method for methods that are not run, such as their cost.
-        settings: Fields of ``unskew.Experiment``.
+        settings: Fields of a run, except ``method`` and ``seed``.
     """
 
     model_config = ConfigDict(extra="forbid")
@@ -59,8 +59,8 @@ class Suite(BaseModel):
         trials: Number of tuning trials of each method.
         seeds: Seeds of the tuned methods; the tuning uses ``tuning_seed``, which is none of them.
         tuning_seed: Seed of the tuning.
-        settings: Fields of ``unskew.Experiment`` for all federations, which a federation may override.
-        federations: Names of federations, or federation files relative to the suite's.
+        settings: Fields of all runs, which a federation may override.
+        federations: Names of included federations, or YAML files next to the suite.
         methods: Method expressions; the first is the baseline.
         untuned: Method expressions that are also run with their default options.
         references: ``pooled`` and ``local``, tuned like methods, but not ranked.

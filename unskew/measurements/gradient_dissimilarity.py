@@ -37,7 +37,7 @@ class Gradients(Diagnostic):
     """Gradient dissimilarity and noise at the server's model after a round.
 
     Metrics: ``gradients/zeta2``, ``gradients/norm2`` (of the mean gradient), ``gradients/sigma2_mean`` and
-    ``gradients/sigma2_max``; see ``unskew.measurements.heterogeneity``. They are computed on the training data, so with
+    ``gradients/sigma2_max``. They are computed on the training data, so with
     a method that adds synthetic data they describe the mixture. If every client received synthetic data, there are also
     ``gradients/zeta2_real`` and ``gradients/sigma2_real`` of the original data, and ``gradients/delta2``, the squared
     distance of the mean gradients on synthetic and original data (Fedssyn's Lemma 1). At most 100 clients with at most

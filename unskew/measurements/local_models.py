@@ -17,7 +17,7 @@ class LocalModels(Diagnostic):
 
     Means over the clients of a round: ``local_distance``, ``||theta_k - theta_{t+1}||_2`` to the next global model;
     ``local_accuracy`` on the global test set; ``local_personal_accuracy`` on the client's held-out samples, or, if it
-    has none, on the test set weighted to the client's class frequencies.
+    has none, on the test set weighted to the client's class frequencies (null for multilabel tasks).
 
     Args:
         evaluator: Evaluator of the run.

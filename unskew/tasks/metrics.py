@@ -105,7 +105,7 @@ def f1(predictions: ClassPredictions) -> list[float]:
 
 
 def recall(predictions: ClassPredictions) -> list[float]:
-    """Compute the recall of each class; NaN for classes without samples."""
+    """Compute the recall of each class, as ``recall/CLASS``; NaN for classes without samples."""
     y, right = predictions.y, predictions.decided == predictions.y
     return [float(right[y == c].mean()) if (y == c).any() else math.nan for c in range(predictions.p.shape[1])]
 
@@ -124,8 +124,8 @@ def calibration_gaps(predictions: ClassPredictions) -> tuple[np.ndarray, np.ndar
 def ece(predictions: ClassPredictions) -> list[float]:
     """Compute the expected calibration error.
 
-    This is the distance between mean probability and share of outcomes in ``BINS`` equal bins of the probability,
-    weighted by samples.
+    This is the distance between mean probability and share of outcomes in 15 equal bins (Guo et al. 2017,
+    arXiv:1706.04599) of the positive class's probability, or of the predicted class's with more than two classes.
     """
     bins, gaps = calibration_gaps(predictions)
     return [float(np.abs(np.bincount(bins, weights=gaps, minlength=BINS)).sum() / len(predictions.y))]
@@ -142,7 +142,7 @@ def brier(predictions: ClassPredictions) -> list[float]:
 
 
 def observed_expected(predictions: ClassPredictions) -> list[float]:
-    """Compute the number of positive samples divided by the sum of their probabilities; NaN unless there are two classes."""
+    """Compute the number of positive samples divided by the sum of their probabilities; 1 is calibrated."""
     if predictions.positive is None or not predictions.positive[1].any():
         return [math.nan]
     return [float(predictions.positive[0].sum() / predictions.positive[1].sum())]
@@ -151,8 +151,8 @@ def observed_expected(predictions: ClassPredictions) -> list[float]:
 def calibration_slope(predictions: ClassPredictions) -> list[float]:
     """Compute the slope of a logistic regression of the outcome on the logit of its probability.
 
-    It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined: unless there are
-    two classes, or if the probabilities separate them. Newton's method starts at the constant model.
+    It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined, such as if the
+    probabilities separate the classes. Newton's method starts at the constant model.
     """
     if predictions.positive is None or predictions.positive[0].all() or not predictions.positive[0].any():
         return [math.nan]

@@ -9,20 +9,39 @@ from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import parse_expression
 
 PARTITIONS: dict[str, str] = {
-    "iid": "iid: shuffle and split equally",
-    "dirichlet": "dirichlet:ALPHA[,min=10|half][,balanced=true][,blocks=B][,draws=N][,by=COLUMN]: label skew",
-    "classes": "classes:S[,alpha=A][,by=COLUMN]: exactly S classes per client, divided equally or by Dirichlet draws",
-    "sorted": "sorted[:COLUMN]: sort by label, or by a column, and split into equal chunks",
-    "quantity": "quantity:ALPHA[,min=1]: client sizes are drawn from a Dirichlet distribution, labels are iid",
-    "natural": "natural:COLUMN[,min=1]: one client per value of a column, such as a user or a writer",
+    "iid": "iid: a shuffled, equal share",
+    "dirichlet": "dirichlet:ALPHA: label skew: each class is divided among clients by a Dirichlet draw. 0.1 is strong skew, "
+    "1 mild, 100 nearly IID",
+    "classes": "classes:S: exactly S classes, of which there must be a multiple. With G = C / S groups, client i gets the "
+    "classes S (i mod G) to S (i mod G) + S - 1; the clients of a group share its classes equally",
+    "sorted": "sorted:COLUMN: a contiguous range of the samples, sorted by a column; plain sorted sorts by label",
+    "quantity": "quantity:ALPHA: quantity skew: sizes follow a Dirichlet draw, labels are IID",
+    "natural": "natural:COLUMN: one client per value of a column, such as a user or a hospital",
 }
-OPTIONS: dict[str, tuple[str, ...]] = {
-    "iid": ("each",),
-    "dirichlet": ("min", "balanced", "blocks", "draws", "by"),
-    "classes": ("alpha", "by"),
-    "quantity": ("min",),
-    "natural": ("min",),
+"""The form of each partition, and what a client gets."""
+OPTIONS: dict[str, dict[str, str]] = {
+    "iid": {"each": "samples per client; the rest is not used. By default, all samples are used"},
+    "dirichlet": {
+        "min": "minimum client size, 10 by default; the draw is repeated until every client reaches it. min=half means half "
+        "of an equal share",
+        "balanced": "a client that has an equal share receives no further samples (default). balanced=false,min=1 is the "
+        "plain draw",
+        "blocks": "clients per block, by default all. Each class is divided equally among blocks with draws of their own, so "
+        "that even a thousand clients can each get min samples",
+        "draws": "maximum draws per block, 1000 by default, fewer if they would take minutes. min=half with blocks of 20 "
+        "clients needs about 5,000",
+        "by": "column whose values are divided, instead of the label",
+    },
+    "classes": {
+        "alpha": "exactly S classes, drawn by the seed: each class is divided among its clients by a Dirichlet draw with "
+        "this concentration, at least one sample each. The numbers of clients per class differ by at most one. ExDir of Li "
+        "and Lyu 2023 (arXiv:2311.03154)",
+        "by": "column whose values are divided, instead of the label",
+    },
+    "quantity": {"min": "minimum client size, 1 by default"},
+    "natural": {"min": "values with fewer samples are not used, 1 by default"},
 }
+"""The options of each partition, with their meanings."""
 COLUMNS = ("natural", "sorted")
 """Partitions whose value is a column."""
 LARGEST = 10**12  # more samples than any data set has
@@ -44,7 +63,7 @@ def parse_partition(spec: str) -> tuple[str, str, dict[str, str]]:
         raise ConfigError(f"The partition {name} requires a value, for example {EXAMPLES[name]}.")
     if name == "iid" and value:
         raise ConfigError(f"The partition iid does not take a value. Remove {value!r} from {spec!r}.")
-    allowed = OPTIONS.get(name, ())
+    allowed = OPTIONS.get(name, {})
     wrong = [*expression.values[1:], *(f"{key}=" for key, text in options.items() if not text)]
     if wrong:
         hint = f' Write a column name with commas in double quotes: {name}:"site, name".' * (name in COLUMNS)

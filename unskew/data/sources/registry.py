@@ -61,8 +61,10 @@ SOURCES: dict[str, str] = {
     "download",
     "synthetic": "synthetic:ALPHA,BETA, 60 features, 10 classes, 30 clients with own models (ALPHA) and inputs (BETA), "
     "column client; no download",
-    "fcube": "points in a cube, 3 features, 2 classes, 5,000 points, 4 clients in the column client; no download",
-    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 12,000 images; generated, no download",
+    "fcube": "points in a cube, 3 features, 2 classes, 4,000 training and 1,000 test points, 4 clients in the column "
+    "client; no download",
+    "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 10,000 training and 2,000 test "
+    "images; generated, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
     "download",

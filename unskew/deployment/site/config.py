@@ -74,7 +74,7 @@ class SiteConfig(Section):
     """Configuration of a site. Relative paths start from the folder of the file."""
 
     name: Annotated[str, Field(pattern=NAME)]
-    """Name of the site in messages."""
+    """Name of the site in messages: letters, digits, ``_``, ``.`` and ``-``."""
     client: Annotated[int, Field(ge=0)]
     """Client number of the site in the experiment, from 0."""
     experiments: str = "experiment.yaml"
@@ -82,9 +82,9 @@ class SiteConfig(Section):
     data: OwnData | Literal["split"] = "split"
     """The site's own data; ``split`` uses the client's part of the experiment's data, for a rehearsal."""
     superlink: Annotated[str, AfterValidator(parse_address)] = "127.0.0.1:8000"
-    """Host and port of the SuperLink."""
+    """Host and port of the SuperLink; only ``unskew deploy check`` uses it."""
     ca: str = "ca.crt"
-    """Certificate of the CA that signed the SuperLink's certificate."""
+    """Certificate of the CA that signed the SuperLink's certificate; only ``unskew deploy check`` uses it."""
     key: str = "node.key"
     """The site's node key."""
     signing_key: str = "signing.key"
@@ -94,7 +94,7 @@ class SiteConfig(Section):
     socket: str = "run/site.sock"
     """Unix socket between the SuperNode and the site's process."""
     state: str = "state"
-    """Folder of the site's state between rounds."""
+    """Folder of the site's state between rounds, with the record of its masked and private runs."""
     limits: SiteLimits = SiteLimits()
     """Limits on what the site accepts from a server."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
