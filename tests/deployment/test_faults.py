@@ -6,33 +6,24 @@ from dataclasses import replace
 import pytest
 import torch
 from support.running import Stop, StopAfter
+from support.site_faults import SCAFFOLD, trained, with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.server import connection, round_requests
-from unskew.deployment.server.config import Deployment, RoundPolicy
+from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import decode_tensor
 from unskew.errors import ConfigError, EngineError
 from unskew.simulation.network import Network
 
-SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
-
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(round_requests, "POLL", 0.01)
     monkeypatch.setattr(round_requests, "PAUSE", 0.01)
-
-
-def with_patience(**patience):
-    return Deployment(run="0123456789abcdef", startup_timeout=0.5, round_policy=RoundPolicy(**patience))
-
-
-def trained(frame):
-    return frame.kind == "train"
 
 
 def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_path):

@@ -1,52 +1,17 @@
 """Real processes on loopback: a SuperLink, SuperNodes with keys, TLS. Skipped where Flower's environment is not made."""
 
-import os
 import re
 import subprocess
-from pathlib import Path
 
 import pytest
-from support.pages import ROOT
+from support.flower_processes import FLOWER, command, environment, processes_of, real
 from support.running import metrics
 from support.sites import TINY
 
 import unskew
 from unskew.config.loader import experiment
 
-FLOWER = ROOT / ".venv-deploy" / "bin"
-real = [
-    pytest.mark.skipif(
-        not (FLOWER.parent / "installed").exists(),
-        reason="Flower has an environment of its own: make .venv-deploy/installed",
-    ),
-    pytest.mark.xdist_group("flower"),
-]
 pytestmark = real
-
-
-def environment(tmp_path, **more):
-    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONDONTWRITEBYTECODE")}
-    return {**kept, "PYTHONPATH": str(ROOT), "XDG_CACHE_HOME": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1", **more}
-
-
-def command(tmp_path, *arguments, seconds=600, **more):
-    return subprocess.run(
-        [str(FLOWER / "unskew"), *map(str, arguments)],
-        capture_output=True, text=True, timeout=seconds, env=environment(tmp_path, **more), check=False,
-    )  # fmt: skip
-
-
-def processes_of(tmp_path):
-    """Processes that belong to a test: their command lines name its folder."""
-    found = []
-    for place in Path("/proc").glob("[0-9]*"):
-        try:
-            line = (place / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if str(tmp_path) in line and int(place.name) != os.getpid():
-            found.append(line)
-    return found
 
 
 @pytest.mark.slow

@@ -15,12 +15,12 @@ import threading
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from support.flower_processes import FLOWER as FLOWER_PROGRAMS
+from support.flower_processes import environment, real
 from support.frames import Mutator, from_bytes, on_the_wire, to_bytes
 from support.fuzzing import fuzz
 from support.sites import TINY, LoopPlace, deployed
 from support.slow import slow_but
-from test_flower import FLOWER as FLOWER_PROGRAMS
-from test_flower import environment, real
 
 from unskew.deployment.flower.grid_bridge import GridBridge, LinkClosedError
 from unskew.deployment.server import round_requests

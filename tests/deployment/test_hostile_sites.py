@@ -8,9 +8,9 @@ from statistics import median_high
 
 import pytest
 import torch
+from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA
 from support.sites import TINY, LoopPlace, Told, deployed
 from support.slow import slow_but
-from test_equal import BODY, FULL_BATCHES, QUICK, SERVER_DATA
 
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.config import Deployment, RoundPolicy

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.flower_processes import FLOWER, environment, processes_of, real
 from support.running import metrics
 from support.sites import TINY
-from test_flower import FLOWER, environment, processes_of, real
 
 import unskew
 from unskew.config.loader import experiment

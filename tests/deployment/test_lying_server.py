@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 import torch
 from support.running import Stop, StopAfter
+from support.site_faults import FOUR, close, lost, with_patience
 from support.sites import TINY, LoopPlace, Told, deployed, new_key
-from test_faults import with_patience
-from test_masked import FOUR, close, lost
 
 import unskew
 from unskew.config.loader import experiment

@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.site_faults import with_patience
 from support.sites import TINY, LoopPlace, crossed, deployed
-from test_faults import with_patience
 
 import unskew
 from unskew.config.loader import experiment

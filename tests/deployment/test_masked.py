@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from support.protocol import broadcast
+from support.site_faults import FOUR, MASKED, close, lost, trained, with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
-from test_faults import trained, with_patience
 
 import unskew
 from unskew.deployment.secagg.crypto import apply_mask
@@ -21,23 +21,11 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
 from unskew.errors import ConfigError, EngineError, MethodConflictError
 
-MASKED = {"secure_aggregation": "required", "eval_clients": 0}
-FOUR = {**MASKED, "clients": 4, "rounds": 1}
-
 
 @pytest.fixture(autouse=True)
 def _quickly(monkeypatch):
     monkeypatch.setattr(round_requests, "POLL", 0.01)
     monkeypatch.setattr(round_requests, "PAUSE", 0.01)
-
-
-def lost(kind, whom):
-    """Answers of that kind that never arrive."""
-    return lambda client, asked, answer: None if asked.kind == kind and client in whom else answer
-
-
-def close(one, other, by=1e-5):
-    assert float((one - other).abs().max()) <= by * float(other.abs().max())
 
 
 @pytest.mark.parametrize(

@@ -7,9 +7,9 @@ import os
 
 import pytest
 import torch
+from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
+from support.flower_processes import real
 from support.sites import TINY
-from test_equal import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
-from test_flower import real
 
 import unskew
 from unskew.config.loader import experiment

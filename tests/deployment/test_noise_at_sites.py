@@ -4,8 +4,8 @@ import json
 
 import pytest
 import torch
+from support.site_faults import with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
-from test_faults import with_patience
 
 import unskew
 from unskew.deployment.server import round_requests

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from support.running import call
+from support.site_faults import SCAFFOLD, trained, with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
-from test_faults import SCAFFOLD, trained, with_patience
 
 import unskew
 from unskew.config.loader import experiment

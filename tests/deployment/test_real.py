@@ -8,9 +8,9 @@ import time
 import pytest
 import torch
 from safetensors.torch import load_file
+from support.flower_processes import command, processes_of, real
 from support.running import metrics
 from support.sites import TINY
-from test_flower import command, processes_of, real
 
 import unskew
 from unskew.config.loader import experiment

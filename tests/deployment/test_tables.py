@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from support.deployed_runs import compare
 from support.sites import TINY, LoopPlace, Told, deployed
-from test_equal import compare
 
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
+from support.site_faults import trained
 from support.sites import TINY, LoopPlace, Told, deployed
-from test_faults import trained
 
 import unskew
 from unskew.deployment.server import connection, round_requests

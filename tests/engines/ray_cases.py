@@ -12,9 +12,9 @@ import pytest
 import torch
 import yaml
 from support import ray_nodes
+from support.engine_methods import ALL_METHODS, EARLY, SUMS
 from support.federations import blobs, small_budget, small_model
 from support.ray_nodes import STORE, TOKEN, Node, cluster
-from test_engines import ALL_METHODS, EARLY, SUMS
 
 import unskew
 from unskew.engines.ray import cluster as ray_cluster
