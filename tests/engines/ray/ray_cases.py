@@ -106,7 +106,7 @@ def test_a_cluster_that_admits_anybody_is_noticed(nodes, monkeypatch):
 def test_the_example_of_a_cluster_fits_rays_schema():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
-    examples = Path(__file__).parents[2] / "examples" / "cluster"
+    examples = Path(__file__).parents[3] / "examples" / "cluster"
     validate_config(prepare_config(yaml.safe_load((examples / "launcher.yaml").read_text())))
     launcher = yaml.safe_load((examples / "launcher.yaml").read_text())
     for commands in ("head_start_ray_commands", "worker_start_ray_commands"):

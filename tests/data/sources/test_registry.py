@@ -630,7 +630,7 @@ def test_natural_with_fewer_clients_uses_their_samples_only(tmp_path):
 
 
 def real_cifar10() -> Path:
-    beside = Path(__file__).resolve().parents[3] / "shared" / "data" / "cifar10"
+    beside = Path(__file__).resolve().parents[4] / "shared" / "data" / "cifar10"
     return Path(os.environ.get("UNSKEW_CIFAR10") or beside)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from support.federations import SmallBatchNorm, blobs
 from support.ray_nodes import TOKEN, cluster

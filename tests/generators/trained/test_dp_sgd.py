@@ -114,7 +114,7 @@ def test_the_papers_setting_spends_about_nine():
     """3,375 images, 500 epochs, noise 1.906: 53 steps an epoch at batch 64, 14 at 256. The documentation has the numbers."""
     for steps, spent in ((53, 9.05), (14, 20.74)):
         assert spent_epsilon(500 * steps, 1.906, 1 / steps, 1e-5, "rdp") == pytest.approx(spent, abs=0.01)
-        assert f"{spent:.3g}" in (Path(__file__).parents[2] / "docs" / "generators.md").read_text(encoding="utf-8")
+        assert f"{spent:.3g}" in (Path(__file__).parents[3] / "docs" / "generators.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -552,7 +552,7 @@ class Slow:
 def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch):
     """SIGKILL in the middle: finished generators are not trained again, and the numbers are those of a whole run."""
     (tmp_path / "slow.py").write_text(SLOW.replace("\\\\n", "\\n"))
-    root = str(Path(__file__).parents[2])
+    root = str(Path(__file__).parents[3])
     environment = {**os.environ, "PYTHONPATH": root, "SLOW": "1"}
     method = "fedssyn:generator=slow:Slow,n_syn=6"
     args = ["run", "--method", method, "--model", "logistic", "--rounds", "2", "--clients", "6", "--engine", "inline"]

@@ -321,7 +321,7 @@ def test_functions_of_files_need_trust_and_travel_to_other_processes(fed, tmp_pa
     assert "my_metrics:share" in (tmp_path / "a/config.yaml").read_text()
     own = unskew.Experiment(metrics=[cost], objective=cost)
     assert pickle.loads(pickle.dumps(own)).metrics == (cost,)
-    assert own.model_dump(mode="json")["objective"].endswith("test_objective:cost")
+    assert own.model_dump(mode="json")["objective"].endswith("test_primary_metric:cost")
 
 
 def test_every_metric_has_one_entry_with_its_direction():
