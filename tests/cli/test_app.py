@@ -36,7 +36,7 @@ def elsewhere(tmp_path, monkeypatch):
 # ---- the program ------------------------------------------------------------------------------------------------------
 
 
-def test_version(capsys):
+def test_version_flag_prints_the_version(capsys):
     outcome = call(capsys, "--version")
     assert (outcome.code, outcome.out) == (0, f"unskew {unskew.__version__}\n")
 
@@ -90,7 +90,7 @@ def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(c
     assert heads == ["Arguments:", "Options:", "Data:", "Training:", "Machine:", "Evaluation:"]
 
 
-def test_the_installed_program(tmp_path):
+def test_installed_program_ignores_modules_in_the_working_folder(tmp_path):
     """As a user starts it: a mistake is a sentence on standard error and exit code 2; no file in the way takes part."""
     for name in ("datasets", "queue", "logging", "typer"):
         (tmp_path / f"{name}.py").write_text("raise SystemExit('a file in the working folder')")
@@ -157,7 +157,7 @@ def test_every_flag_reaches_the_configuration(capsys):
     assert [row["accuracy"] is None for row in metrics("a/b")] == [True, False], "--eval-every 2"
 
 
-def test_local_epochs(capsys):
+def test_local_epochs_flag_is_written_to_the_configuration(capsys):
     assert (
         call(
             capsys, "run", "--clients", 2, "--model", "logistic", "--rounds", 1, "--local-epochs", 3, "--out", "a"
@@ -169,7 +169,7 @@ def test_local_epochs(capsys):
 
 
 @pytest.mark.draws
-def test_run_folder(capsys):
+def test_run_writes_the_files_of_a_run_folder(capsys):
     outcome = call(capsys, "run", *QUICK, "--out", "a")
     assert outcome.code == 0
     assert "Results are in a" in outcome.out
@@ -280,7 +280,7 @@ def test_a_model_and_a_method_of_ones_own_from_the_folder_one_works_in(capsys, m
 # ---- methods, partition -----------------------------------------------------------------------------------------------
 
 
-def test_methods(capsys):
+def test_methods_lists_names_options_and_compositions(capsys):
     rows = call(capsys, "methods", "--json").json()
     names = [row["name"] for row in rows]
     assert {"fedavg", "fedavgm", "fedadam", "fedyogi", "fedadagrad", "fedprox", "scaffold"} <= set(names)
@@ -312,7 +312,7 @@ def test_one_method_is_described_with_its_conflicts(capsys):
 
 
 @pytest.mark.draws
-def test_partition(capsys):
+def test_partition_draws_and_prints_the_counts(capsys):
     outcome = call(capsys, "partition", "digits", "--partition", "dirichlet:0.3", "--clients", 6, "--out", "p/who.png")
     assert outcome.code == 0
     assert Path("p/who.png").read_bytes().startswith(b"\x89PNG")
@@ -460,7 +460,7 @@ def test_compare_shows_personal_models_in_a_second_table(capsys):
 
 
 @pytest.mark.draws
-def test_compare(capsys):
+def test_compare_prints_a_table_and_writes_its_files(capsys):
     outcome = call(capsys, "compare", "fedavg", "fedprox:mu=0", "scaffold", "--seeds", 2, *QUICK, "--out", "c")
     assert outcome.code == 0, outcome.err
     for name in ("fedavg", "fedprox:mu=0", "scaffold", "MB up", "worst client"):
@@ -501,7 +501,7 @@ def test_compare_counts_rounds_to_the_target(capsys):
     assert (row["rounds_to_target"], row["seeds_reaching_target"]) == (None, 0)
 
 
-def test_compare_goes_on(capsys):
+def test_compare_resumes_unfinished_runs(capsys):
     args = ("compare", "fedavg", "scaffold", "--seeds", 1, *QUICK, "--rounds", 3, "--set", "checkpoint_every=1")
     assert call(capsys, *args, "--out", "whole").code == 0
     assert call(capsys, *args, "--out", "c").code == 0
@@ -556,7 +556,7 @@ def test_compare_takes_a_file_made_for_one_run(capsys):
 # ---- trackers ---------------------------------------------------------------------------------------------------------
 
 
-def test_tensorboard(capsys):
+def test_tensorboard_events_go_on_after_resume(capsys):
     reader = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
     assert call(capsys, "run", *QUICK, "--set", "trackers=tensorboard", "--out", "a").code == 0
     outcome = call(capsys, "resume", "a", "--rounds", 3, "--json")
@@ -580,7 +580,7 @@ def test_tensorboard_of_a_run_that_died(capsys):
 
 
 @pytest.mark.slow
-def test_mlflow(capsys):
+def test_mlflow_runs_go_on_and_files_start_no_tracker(capsys):
     client_class = importlib.import_module("mlflow").MlflowClient
     assert call(capsys, "run", *QUICK, "--set", "trackers=[mlflow]", "--out", "runs/a").code == 0
     assert "trackers" in call(capsys, "resume", "runs/a", "--rounds", 3).err  # a file starts none outside its folder

@@ -210,7 +210,7 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize(("options", "words"), OPTIONS, ids=[options for options, _ in OPTIONS])
-def test_run_refuses(capsys, options, words):
+def test_run_rejects_invalid_options(capsys, options, words):
     assert words in refused(capsys, *RUN, *options.split())
 
 
@@ -262,7 +262,7 @@ def test_run_refuses(capsys, options, words):
         ("run .", "cannot be read"),
     ],
 )
-def test_other_commands_refuse(capsys, args, words):
+def test_commands_reject_invalid_arguments(capsys, args, words):
     assert words in refused(capsys, *args.split())
 
 
@@ -434,7 +434,7 @@ def test_shapes_that_do_not_fit_the_model(tmp_path):
         assert not (tmp_path / "run").exists()
 
 
-def test_the_python_face_raises_sentences(tmp_path):
+def test_python_functions_raise_unskew_errors(tmp_path):
     fed = blobs([8, 8])
     for options, kind in (
         ({"rouds": 3}, ConfigError),
@@ -621,7 +621,7 @@ def test_loss_that_is_not_finite_is_null(tmp_path):
     summary_table(result.summary)
 
 
-def test_what_a_newcomer_gets_wrong_in_python():
+def test_python_functions_explain_wrong_arguments():
     x, y = np.random.default_rng(0).normal(size=(9, 4)).astype("float32"), np.arange(9) % 3
     fed = unskew.Federation.from_arrays([(x, y), (x, y)], test=(x, y), classes=3, holdout=0)
 

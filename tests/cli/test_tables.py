@@ -175,7 +175,7 @@ def test_the_shell_can_complete(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize(("stop", "words"), [(RunInterrupted, "the run was saved"), (KeyboardInterrupt, "Interrupted")])
-def test_what_is_said_at_a_stop_is_true(capsys, tmp_path, stop, words):
+def test_interrupted_runs_name_resume_only_if_files_exist(capsys, tmp_path, stop, words):
     """Where no file was written there is nothing to go on with, though the folder may be there."""
     folder = tmp_path / "run" / "checkpoints"
     for begun in (False, True):

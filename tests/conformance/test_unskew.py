@@ -87,7 +87,7 @@ def test_the_papers_reach_the_optimum_of_the_table(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, asked in TABLE.items() if asked.method in adapter.METHODS])
-def test_a_row_of_the_table(name):
+def test_rows_of_the_table_follow_the_paper(name):
     asked = TABLE[name]
     apart, far = measured(adapter.run, replace(asked, rounds=min(asked.rounds, 120)), 20)
     assert apart < 1e-10

@@ -74,7 +74,7 @@ with warnings.catch_warnings(action="ignore"):  # PyTorch says that such tensors
         ),
     ],
 )
-def test_arrays(options, words):
+def test_from_arrays_rejects_invalid_arrays(options, words):
     with pytest.raises(DataError, match=words):
         unskew.Federation.from_arrays(**{"clients": [(X, Y)], "test": (X, Y), **options})
 
@@ -115,7 +115,7 @@ def test_one_class_of_several_may_be_all_there_is():
         (("a", "b"), "must be numbers"),
     ],
 )
-def test_normalizations(values, words):
+def test_normalization_rejects_invalid_values(values, words):
     with pytest.raises(DataError, match=words):
         Normalization(*values)
 
@@ -129,7 +129,7 @@ def test_normalizations(values, words):
         (lambda given: unskew.run("digits"), "not str. Create one with unskew.load_federation"),
     ],
 )
-def test_what_is_no_federation(call, words):
+def test_functions_reject_arrays_as_federation(call, words):
     with pytest.raises(ConfigError, match=words):
         call(np.zeros((3, 4)))
 
@@ -168,7 +168,7 @@ def test_partition_functions_that_return_something_else(made):
         ({"partition": "dirichlet:inf"}, "must be a positive number"),
     ],
 )
-def test_options_of_a_source(options, words):
+def test_load_federation_rejects_invalid_options(options, words):
     with pytest.raises(UnskewError, match=words):
         load_federation(**{"data": "digits", "partition": "iid", "clients": 2, **options})
 

@@ -228,7 +228,7 @@ def test_corollary_one_in_numbers():
     assert fedssyn_bounds.iterations(1e-300, 10, 5, 2.0, 0.4, 6.0) == math.inf
 
 
-def test_label_figures():
+def test_label_skew_equals_values_by_hand():
     x = np.zeros((4, 3), "float32")
     fed = Federation.from_arrays(
         [(x, [0, 0, 0, 0]), (x, [1, 1, 1, 1]), (x[:2], [0, 1])], test=(x, [0, 1, 0, 1]), holdout=0.0
@@ -439,7 +439,7 @@ def test_the_terminal_begins_with_the_skew_and_ends_with_the_file(capsys, tmp_pa
 @pytest.mark.parametrize(
     ("partition", "kind"), [("iid", "Weak or no label skew"), ("dirichlet:1", "Moderate"), ("classes:1", "Strong")]
 )
-def test_the_sentence_on_the_skew(partition, kind):
+def test_summary_names_the_strength_of_the_skew(partition, kind):
     fed = unskew.load_federation("digits", partition=partition, clients=10)
     report = unskew.diagnose(fed, model="logistic", samples=20, curvature=False)
     excess = report.labels["label_distance_mean"] - report.labels["label_distance_chance"]
@@ -460,7 +460,7 @@ def test_the_sentence_on_the_skew(partition, kind):
         (["--no-curvature", "--out", "x.xyz"], "known suffix"),
     ],
 )
-def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
+def test_diagnose_rejects_invalid_arguments(capsys, tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     outcome = call(
         capsys,

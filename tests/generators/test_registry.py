@@ -297,7 +297,7 @@ def test_a_loss_that_is_not_finite_is_said():
         ("unskew.errors:__name__", "not a function"),
     ],
 )
-def test_mistakes_are_sentences(spec, words):
+def test_generator_factory_rejects_invalid_spellings(spec, words):
     with pytest.raises(ConfigError, match=words):
         generator_factory(spec)
 

@@ -255,7 +255,7 @@ def test_center_with_what_acts_at_clients_is_refused():
             unskew.method(f"center+{other}")
 
 
-def test_from_the_command_line(capsys, tmp_path):
+def test_server_methods_require_server_data_and_run_with_it(capsys, tmp_path):
     told = ["run", "--clients", "4", "--model", "logistic", "--local-steps", "1", "--rounds", "2", "--engine", "inline"]
     refused = call(capsys, *told, "--method", "hfcl", "--out", tmp_path / "a")
     assert refused.code == 2

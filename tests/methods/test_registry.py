@@ -198,7 +198,7 @@ def test_fedopt_with_unit_second_moment_is_fedavg():
     assert_close(found["v"], DELTAS.sum(0))
 
 
-def test_paper_defaults():
+def test_defaults_are_those_of_the_papers():
     assert method("fedprox").client[0].mu == 0.01
     assert (method("fedavgm").server.beta, method("fedavgm").server.eta) == (0.9, 1.0)
     moon, decorr = (method(name).client[0] for name in ("moon", "feddecorr"))

@@ -108,7 +108,7 @@ def test_the_command_shows_layers_sizes_and_the_split(capsys):
         (["cnn", "--shape", "32"], "image shape"),
     ],
 )
-def test_mistakes_are_sentences(capsys, args, words):
+def test_models_command_rejects_invalid_arguments(capsys, args, words):
     outcome = call(capsys, "models", *args)
     assert outcome.code == 2
     assert words in outcome.err

@@ -48,7 +48,7 @@ def _seed():
         ("logistic", (60,), 10, {}, 610),
     ],
 )
-def test_parameter_count(name, shape, classes, options, expected):
+def test_models_have_the_documented_number_of_parameters(name, shape, classes, options, expected):
     assert size(build_model(name, shape, classes, **options)) == expected
 
 
@@ -139,19 +139,19 @@ def test_padding_is_used_only_where_the_image_needs_it():
 
 
 @pytest.mark.parametrize(("name", "side"), [("cnn", 4), ("cnn-b", 8), ("cnn-c", 1), ("resnet20", 1), ("vgg11", 1)])
-def test_smallest_image(name, side):
+def test_models_accept_the_smallest_image(name, side):
     model = build_model(name, (1, side, side), 2).eval()
     assert model(torch.randn(2, 1, side, side)).shape == (2, 2)
 
 
 @pytest.mark.parametrize("shape", [(3, 20, 33), (1, 64, 64)])
 @pytest.mark.parametrize("name", ["cnn", "cnn-b", "cnn-c", "resnet20", "vgg11"])
-def test_other_image_sizes(name, shape):
+def test_models_accept_other_image_sizes(name, shape):
     assert build_model(name, shape, 2).eval()(torch.randn(1, *shape)).shape == (1, 2)
 
 
 @pytest.mark.parametrize("name", ["logistic", "mlp"])
-def test_flat_samples(name):
+def test_models_accept_flat_samples(name):
     assert build_model(name, (5,), 2)(torch.randn(3, 5)).shape == (3, 2)
 
 
@@ -207,7 +207,7 @@ def test_normalization_comes_before_each_relu_of_the_small_models():
         ("cnn", SMALL, 0, {}, "at least one class"),
     ],
 )
-def test_mistakes_are_explained(name, shape, classes, options, message):
+def test_build_model_rejects_invalid_options(name, shape, classes, options, message):
     with pytest.raises(ConfigError) as caught:
         build_model(name, shape, classes, **options)
     assert message in str(caught.value)

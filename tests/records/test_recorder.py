@@ -143,7 +143,7 @@ def test_images_of_unequal_clients_are_split_as_they_were_joined():
         assert own[k] == pytest.approx(right)
 
 
-def test_last_and_best_round(tmp_path):
+def test_last_and_best_round_are_summarized(tmp_path):
     result = unskew.run(
         blobs([8, 8, 8]), model="logistic", rounds=7, eval_every=3, lr=0.5, engine="inline", out=tmp_path / "run"
     )
@@ -316,7 +316,7 @@ def test_method_figures_are_in_the_metrics(tmp_path):
 # ---- results, tables, figures -----------------------------------------------------------------------------------------
 
 
-def test_result(tmp_path):
+def test_result_gives_history_model_and_summary(tmp_path):
     fed = blobs([6, 9])
     result = unskew.run(fed, model=SmallBatchNorm(), rounds=2, engine="inline", method="fedprox:mu=0.1")
     frame = result.to_pandas()
@@ -398,7 +398,7 @@ def test_a_methods_spelling_is_never_broken_inside_a_word(width):
     assert width < 200 or lines == ["method", *names]
 
 
-def test_numbers_as_text():
+def test_numbers_are_formatted_for_tables():
     assert [format_megabytes(x) for x in (0, 4_520, 999_000, 1e6, 123_456_789, 2e9)] == [
         "0", "0.0045", "1", "1.0", "123.5", "2,000",
     ]  # fmt: skip
@@ -437,7 +437,7 @@ def test_tables_of_many_clients_and_classes():
 
 
 @pytest.mark.slow
-def test_figures_of_anything(tmp_path):
+def test_convergence_figure_accepts_short_and_unequal_histories(tmp_path):
     histories = {
         "one round": [[row(1, bytes_up=1, bytes_down=1)]],
         "never evaluated": [[row(1, None, bytes_up=1, bytes_down=1)]],

@@ -110,7 +110,7 @@ def test_the_runs_of_a_comparison_share_a_store(tmp_path, fake):
 # ---- the store --------------------------------------------------------------------------------------------------------
 
 
-def test_what_is_a_whole_database(tmp_path):
+def test_empty_and_partial_databases_are_incomplete(tmp_path):
     path = tmp_path / "mlflow.db"
     assert not is_complete_database(path)
     path.touch()

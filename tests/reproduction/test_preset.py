@@ -591,7 +591,7 @@ def test_rows_are_paired_with_the_row_without_images():
         (["fedcog/table-1", "--data-path", "nowhere"], "no file or folder"),
     ],
 )
-def test_mistakes_are_sentences(capsys, tmp_path, monkeypatch, args, words):
+def test_reproduce_rejects_invalid_arguments(capsys, tmp_path, monkeypatch, args, words):
     monkeypatch.chdir(tmp_path)
     outcome = call(capsys, "reproduce", *args)
     assert outcome.code == 2

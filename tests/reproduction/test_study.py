@@ -239,7 +239,7 @@ def test_the_command_runs_shows_and_refuses(capsys, tmp_path, monkeypatch):
         assert words in mistake.err
 
 
-def test_settings_are_checked():
+def test_study_rejects_invalid_settings():
     for kind, settings, words in [
         ("cubic", {}, "no study"),
         ("quadratic", {"round": 3}, "rounds"),

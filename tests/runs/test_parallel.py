@@ -55,7 +55,7 @@ def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
-def test_no_number_of_runs(text):
+def test_parallel_rejects_what_is_no_number_of_runs(text):
     with pytest.raises(ConfigError, match="is not a number of parallel runs"):
         read_parallel(text)
 

@@ -138,7 +138,7 @@ def test_a_forged_manifest_is_refused_in_a_sentence(run, name):
 @pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
-def test_every_forged_manifest(run, place, way):
+def test_every_forged_manifest_value_is_rejected(run, place, way):
     manifest = read_manifest(last(run))
     for value in VALUES:
         refused(run, changed(manifest, place, value), way)
@@ -203,13 +203,13 @@ def reshape(run, file, name, change):
 
 @pytest.mark.parametrize("change", [lambda t: None, lambda t: t[:-1].clone(), lambda t: t[None].clone()])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_of_another_shape(run, change, way):
+def test_resume_rejects_a_model_of_another_shape(run, change, way):
     reshape(run, "server.safetensors", "state/v", change)
     with pytest.raises(CheckpointError, match=r"another model|is missing"):
         way(run)
 
 
-def test_tensors_of_other_shapes(finished, tmp_path):
+def test_resume_rejects_state_tensors_of_other_shapes(finished, tmp_path):
     found = 0
     for file in ("server.safetensors", "flyings-0000.safetensors"):
         for number, name in enumerate(load_file(last(finished) / file)):
@@ -223,7 +223,7 @@ def test_tensors_of_other_shapes(finished, tmp_path):
     assert found > 5
 
 
-def test_another_precision(run):
+def test_resume_rejects_another_precision(run):
     reshape(run, "server.safetensors", "state/v", lambda t: t.double())
     with pytest.raises(CheckpointError, match="another model"):
         resume(run)
@@ -259,7 +259,7 @@ def test_a_truncated_final_model_and_summary(run, size):
         '{"round": 1, "accuracy": "x"}\n{"round": 2}\n',
     ],
 )
-def test_damaged_metrics(run, text):
+def test_resume_rejects_damaged_metrics(run, text):
     (run / "metrics.jsonl").write_bytes(text.encode("latin-1"))
     for way in (resume, branch):
         with pytest.raises(CheckpointError, match=r"metrics\.jsonl"):

@@ -203,7 +203,7 @@ def test_slices_that_stay_at_clients_are_resumed(tmp_path):
 
 
 @pytest.mark.parametrize("links", slow_but([False], [True, False]))
-def test_run_with_states_on_disk(tmp_path, monkeypatch, links):
+def test_states_on_disk_give_the_numbers_of_memory(tmp_path, monkeypatch, links):
     """Same numbers as in memory, also when resumed from a checkpoint of states on disk, hard links or not."""
     fed = blobs([6, 9, 12, 7, 8, 10, 5, 11])
     unskew.run(fed, **OPTIONS, out=tmp_path / "memory")

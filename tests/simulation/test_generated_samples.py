@@ -86,7 +86,7 @@ def test_a_longer_run_draws_its_own_last_round(tmp_path):
     raise AssertionError("six rounds with the same single client")
 
 
-def test_what_makes_nothing_is_said(tmp_path):
+def test_save_samples_warns_if_none_are_generated(tmp_path):
     with pytest.warns(UserWarning, match="no rule of this method generates samples"):
         train(tmp_path / "a", method="fedprox", save_samples=True)
     with pytest.warns(UserWarning, match="no client generated samples in the last round"):

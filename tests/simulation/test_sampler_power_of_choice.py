@@ -113,6 +113,6 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
         ({"sampling": "power-of-choice:5", "method": "dp:epsilon=8,delta=0.1"}, "dp does not"),
     ],
 )
-def test_wrong_values_name_the_cause(options, message):
+def test_power_of_choice_rejects_invalid_values(options, message):
     with pytest.raises(ConfigError, match=message):
         run(**options)

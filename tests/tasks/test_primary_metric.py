@@ -199,7 +199,7 @@ def test_regression_takes_functions_of_predictions_in_their_units():
         ({"keep": "best", "eval_clients": 0}, "keep=best needs evaluated clients"),
     ],
 )
-def test_what_cannot_be_is_a_sentence(fed, options, said):
+def test_objective_rejects_unknown_and_impossible_metrics(fed, options, said):
     with pytest.raises(ConfigError, match=said):
         unskew.run(fed, **{**TINY, "rounds": 1}, **options)
 

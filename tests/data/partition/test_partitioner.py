@@ -62,7 +62,7 @@ def test_every_sample_has_exactly_one_client(spec):
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_the_seed_decides(spec):
+def test_partition_depends_on_its_seed_only(spec):
     labels, columns = labels_of(600, 4), {"user": users(600, 9)}
     clients = 6
 
@@ -148,7 +148,7 @@ def test_classes_follow_the_formula(each, clients):
     assert np.ptp(counts.sum(1)[: clients // groups * groups : groups]) <= 1
 
 
-def test_classes_errors():
+def test_classes_partition_rejects_impossible_counts():
     labels = even_labels(20)
     with pytest.raises(ConfigError, match=r"classes:3 does not divide the 10 classes.*1, 2, 5, 10"):
         make_partition("classes:3", labels, 10, 0, classes=10)
@@ -304,7 +304,7 @@ def test_natural_works_on_numbers_and_dates():
         assert partition.indices(0).tolist() == [1, 3]
 
 
-def test_natural_errors():
+def test_natural_partition_rejects_missing_and_too_few_values():
     labels, columns = labels_of(6, 2), {"user": np.array(["a", "a", "b", "b", "c", None], dtype=object)}
     with pytest.raises(DataError, match="'user' has 1 missing"):
         make_partition("natural:user", labels, None, 0, classes=2, columns=columns)
@@ -362,7 +362,7 @@ def test_a_wrong_spec_is_a_sentence(spec, sentence):
     assert sentence in str(caught.value)
 
 
-def test_wrong_arguments_are_sentences():
+def test_partition_rejects_invalid_arguments():
     labels = labels_of(10, 4)
     with pytest.raises(ConfigError, match="at least one client, but clients is 0"):
         make_partition("iid", labels, 0, 0, classes=4)

@@ -174,7 +174,7 @@ def test_links_to_folders_are_followed_once(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"broken", b"\xff\xd8 not a JPEG"])
-def test_errors_name_the_file(tmp_path, content):
+def test_undecodable_image_is_named_by_its_file(tmp_path, content):
     classes(tmp_path)
     (tmp_path / "b" / "scan-2.png").write_bytes(content)
     with pytest.raises(DataError, match=r"Image .*/b/scan-2\.png cannot be decoded"):

@@ -205,7 +205,7 @@ def test_other_partitions_use_every_sample_once(spec):
 
 
 @pytest.mark.slow
-def test_from_the_command_line(tmp_path, monkeypatch, capsys):
+def test_command_line_trains_on_lists_of_labels(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     write(tmp_path / "flair", "csv")
     data = ["--data", "table:flair", "--partition", "natural:user_id", "--set", "label=labels", "--set", "image=image"]

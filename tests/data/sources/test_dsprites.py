@@ -102,6 +102,6 @@ def test_the_original_file_is_read_without_its_pickles(tmp_path, monkeypatch):
         ("dsprites", {"label": "x"}, ConfigError, "label of dSprites is the shape"),
     ],
 )
-def test_mistakes_are_sentences(name, options, error, words):
+def test_dsprites_rejects_invalid_options(name, options, error, words):
     with pytest.raises(error, match=words):
         load_source(name, **options)

@@ -166,7 +166,7 @@ def test_coarse_labels_are_learnt_and_fine_ones_divide(cifar100):
     assert own.fingerprint != fine.fingerprint
 
 
-def test_by_a_column_of_any_kind():
+def test_partition_by_a_column_separates_its_values():
     labels, color = np.zeros(12, int), np.array(["red", "green", "blue"] * 4)
     parts = make_partition("classes:1,by=color", labels, 3, 0, classes=1, columns={"color": color})
     assert [set(color[parts.indices(k)]) for k in range(3)] == [{"blue"}, {"green"}, {"red"}]
@@ -200,7 +200,7 @@ def gray(n):
     return images, [[float(p) / 255 for p in image.ravel()] for image in images]
 
 
-def test_leaf_with_pixels(tmp_path):
+def test_leaf_reads_pixels_and_users(tmp_path):
     (a, x_a), (b, x_b), (c, x_c), (t, x_t) = gray(4), gray(2), gray(3), gray(2)
     leaf(tmp_path, "train", {"f1": (x_a, [0, 1, 61, 40]), "f2": (x_b, [5, 1])})
     leaf(tmp_path, "train", {"f3": (x_c, [3, 40, 0])}, "all_data_1.json")

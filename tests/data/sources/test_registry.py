@@ -71,7 +71,7 @@ def nhwc(x: torch.Tensor) -> np.ndarray:
 # Built in
 
 
-def test_digits():
+def test_digits_have_the_shape_and_range_of_the_files():
     source = load_source("digits")
     assert source.classes == 10
     assert source.class_names == tuple("0123456789")
@@ -232,7 +232,7 @@ def test_a_changed_file_is_read_again(tmp_path):
         assert load_source("cifar10", path=tmp_path).train.y.tolist() == labels
 
 
-def test_image_errors(tmp_path):
+def test_damaged_images_are_rejected(tmp_path):
     good = encode(pixels(1)[0])
     write_hub(tmp_path / "test.parquet", [good], [0])
 
@@ -344,7 +344,7 @@ def test_folder_without_test_is_split(tmp_path):
     assert len(np.unique(everything, axis=0)) == 20
 
 
-def test_folder_errors(tmp_path):
+def test_invalid_folders_are_rejected(tmp_path):
     with pytest.raises(DataError, match=r"no file or folder at .*nowhere"):
         load_source(f"folder:{tmp_path / 'nowhere'}")
     with pytest.raises(ConfigError, match="requires a path"):
@@ -440,7 +440,7 @@ def test_a_parquet_table_of_images(tmp_path):
     assert load_source(f"{tmp_path}/hub.parquet", label="label", image="img").class_names == tuple(NAMES)
 
 
-def test_table_errors(tmp_path):
+def test_invalid_tables_are_rejected(tmp_path):
     file = tmp_path / "t.csv"
 
     def fails(text, sentence, kind=DataError, label="y", image=None):
@@ -588,7 +588,7 @@ def test_server_may_hold_another_data_set(tmp_path):
     assert torch.equal(federation.server.x[:, 0], federation.server.x[:, 2])
 
 
-def test_conversion_of_images():
+def test_images_convert_between_gray_and_color():
     x = torch.from_numpy(pixels(5, (6, 6, 3))).permute(0, 3, 1, 2)
     gray = images.convert_channels(x, 1)
     expected = (x.double() * torch.tensor([0.299, 0.587, 0.114]).view(3, 1, 1)).sum(1, keepdim=True)
@@ -599,7 +599,7 @@ def test_conversion_of_images():
     assert (images.resize_images(flat, 5, 11) == 77).all()
 
 
-def test_server_errors(tmp_path):
+def test_invalid_server_data_are_rejected(tmp_path):
     for server in (360, 0, -3, "-3", "4000"):
         with pytest.raises(DataError, match="Use a number from 1 to 359"):
             load_federation("digits", clients=2, server_data=server)
@@ -636,7 +636,7 @@ def real_cifar10() -> Path:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not real_cifar10().is_dir(), reason="CIFAR-10 is not here; set UNSKEW_CIFAR10 to its folder")
-def test_real_cifar10():
+def test_cifar10_files_have_the_published_sizes_and_classes():
     source = load_source("cifar10", path=real_cifar10())
     assert source.train.x.shape == (50_000, 3, 32, 32)
     assert source.test.x.shape == (10_000, 3, 32, 32)

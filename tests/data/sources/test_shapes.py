@@ -58,7 +58,7 @@ def test_a_texture_changes_the_shape_and_not_the_background():
 
 
 @pytest.mark.slow
-def test_they_serve_a_server_of_another_task():
+def test_shapes_are_server_data_for_another_task():
     settings = {"clients": 4, "partition": "iid", "rounds": 2, "model": "cnn", "local_steps": 1}
     run = unskew.run(
         data="digits", image_size=16, server_data="shapes", method="feddle:epochs=1,max_steps=2", **settings

@@ -148,7 +148,7 @@ def test_zeros_stay_zeros(name, n):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_empty_vectors(name):
+def test_codes_of_empty_vectors_are_empty(name):
     v = torch.zeros(0)
     encode, decode, size = codecs(0, v.dtype)[name]
     code = encode(v)
@@ -226,7 +226,7 @@ def test_number_of_entries_is_robust_against_rounding():
     assert sparse.sparse_count(0.5, 0) == 0
 
 
-def test_topk_by_hand():
+def test_topk_keeps_the_largest_and_earliest_values():
     v = torch.tensor([1.0, -3.0, 3.0, 0.0, -1.0, 3.0, 1.0])
     for k, kept in ((1, [1]), (2, [1, 2]), (3, [1, 2, 5]), (4, [0, 1, 2, 5]), (5, [0, 1, 2, 4, 5])):
         code = sparse.encode_topk(v, k / 7)

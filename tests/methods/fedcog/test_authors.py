@@ -183,7 +183,7 @@ def test_what_makes_images_needs_images(option):
         unskew.run(table, model="logistic", method=f"fedcog:start_round=90,{option}", rounds=1)
 
 
-def test_the_authors_settings():
+def test_defaults_are_those_of_the_authors_code():
     rule = method("fedcog-authors").client[0]
     assert (rule.labels, rule.coefficients, rule.g_steps, rule.name) == ("complementary", "auto", 500, "fedcog")
     same = method("fedcog-authors:labels=uniform,coefficients=fixed,g_steps=100").client[0]

@@ -49,7 +49,7 @@ def test_allocation_always_sums_to_the_total():
         assert torch.equal(torch.bincount(labels_from_counts(counts, total), minlength=len(shares)), counts)
 
 
-def test_auto_coefficients():
+def test_auto_coefficients_follow_the_class_counts():
     counts = torch.zeros(10)
     counts[:2] = 30
     w_real, w_kd = FedCOG(coefficients="auto").weights_of(counts)
@@ -219,7 +219,7 @@ SHORT = {"local_epochs": 2, "eval_clients": 0}
 
 
 @pytest.mark.parametrize("host", slow_but(["scaffold", "fedbuff"], HOSTS))
-def test_plug_and_play(host):
+def test_fedcog_is_its_host_before_the_start_round(host):
     """Before its first round it is the host exactly; after, the wire carries the host's bytes."""
     host, short = CHEAPER.get(host, host), SHORT
     plain, never = train(host, **short), train(f"fedcog:start_round=99+{host}", **short, base_run=True)
@@ -255,7 +255,7 @@ def test_variants_run_and_differ():
             assert one == other or not torch.equal(vectors[one], vectors[other]), (one, other)
 
 
-def test_the_papers_defaults():
+def test_defaults_are_those_of_the_paper():
     rule = FedCOG()
     assert (rule.n, rule.g_steps, rule.start_round, rule.lambda_ce, rule.lambda_dis) == (256, 100, 50, 1.0, 0.1)
     assert (rule.lambda_kd, rule.labels, rule.coefficients, rule.g_lr) == (0.01, "uniform", "fixed", 0.01)

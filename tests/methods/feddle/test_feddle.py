@@ -265,7 +265,7 @@ def anchor(c, name):
     ("eviction", "gone"),
     [("score", [1, 4]), ("fifo", [0, 1])],
 )
-def test_who_leaves(eviction, gone):
+def test_eviction_removes_the_least_useful_anchor(eviction, gone):
     """The smallest |c| of those that a search has seen; ties: the oldest. Fresh ones stay."""
     atlas = [anchor(c, n) for n, c in enumerate([0.5, -0.1, None, 0.7, 0.1, -0.4])]
     Feddle(eviction=eviction).evict(atlas, 4)
@@ -418,7 +418,7 @@ def test_statistics_that_stay_at_clients_are_averaged_as_always():
     assert result.summary["buffers"] == "local"
 
 
-def test_refusals():
+def test_feddle_rejects_invalid_settings():
     with pytest.raises(ConfigError, match="feddle needs data at the server: give --server-data 1000"):
         train("feddle", blobs([9, 8], server=False))
     with pytest.raises(ConfigError, match="consists only of its head"):

@@ -189,7 +189,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         prepared(replace(rule, keep=lambda images, labels: labels), fed)
 
 
-def test_ablations():
+def test_ablations_change_data_and_traffic_as_stated():
     fed = pictures()
     rule = Fedssyn(n_syn=6, generator="support.colors:Colors")
     made, size = rule.made(unprepared(fed), 0, Workspace()), 3 * 6 * 6 + 1
@@ -485,7 +485,7 @@ def test_a_comparison_prepares_once_and_prints_what_the_target_costs(tmp_path, c
     assert "saving" in out
 
 
-def test_what_cannot_be_is_refused_in_a_sentence(monkeypatch):
+def test_fedssyn_rejects_unsupported_settings(monkeypatch):
     floats = Federation.from_arrays(
         [(np.zeros((4, 3)), np.arange(4) % 2)] * 2, test=(np.zeros((4, 3)), np.arange(4) % 2)
     )

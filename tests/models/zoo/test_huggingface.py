@@ -288,7 +288,7 @@ def test_multi_nli_from_a_folder_as_at_the_hub(tmp_path, opt):
         load_texts("multi_nli", data_path=opt, partition="iid", tokenizer="bytes")
 
 
-def test_mistakes_about_texts_are_sentences(tmp_path, opt, texts):
+def test_text_sources_reject_invalid_options(tmp_path, opt, texts):
     def refused(error, words, name=f"text:{texts}", **options):
         options = {"partition": "iid", "clients": 2, "tokenizer": "bytes", "text": ["premise"], **options}
         with pytest.raises(error, match=words):
@@ -731,7 +731,7 @@ def test_the_command_line_from_a_folder_and_a_file(capsys, opt, texts, tmp_path,
 
 
 @pytest.mark.slow
-def test_tables_of_losses(opt, texts):
+def test_comparison_of_language_models_ranks_losses(opt, texts):
     compared = unskew.compare(methods=["fedavg", "ditto"], seeds=2, **{
         k: v for k, v in options(opt, texts, rounds=3, eval_every=1).items() if k != "method"
     })  # fmt: skip
