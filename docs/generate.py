@@ -2,7 +2,8 @@
 
 In a page, the text between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->`` is replaced when the site is built by
 what the function ``NAME`` of this module returns. The text between the marks is for readers of the source, such as on
-GitHub. ``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
+GitHub. The section of a method gets its paper, summary, options, its compatibility, and the costs that it does not state.
+``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from unskew.methods.registry import (  # noqa: E402
     grouped_conflicts,
     rule_class,
 )
+from unskew.models.registry import MODELS, build_model  # noqa: E402
 from unskew.protocol.method import SLOTS, class_slots  # noqa: E402
 from unskew.protocol.requirements import NEEDS  # noqa: E402
 from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
@@ -232,17 +234,50 @@ def rule_attributes(place: Place) -> str:
     return markdown_table(["slot", "attribute", "meaning"], rows)
 
 
-def options(place: Place) -> str:
-    """The options of the method of the section."""
-    row = describe_method(place.section)
+COSTS = {"Traffic": "`d` down, `d` up", "Computation": "none", "State": "none"}
+"""Costs of a method that its page does not state: those of FedAvg."""
+CODEC_COSTS = {
+    "Traffic": "`d` down, `c` up",
+    "Computation": "one pass over the update",
+    "State": "client `d` with `feedback`; server `d` with `down`",
+}
+"""The same for methods that compress updates."""
+LABELS = ("Options", "Cost", "Compatibility", "Notes")
+
+
+def method_section(name: str, text: str) -> str:
+    """Return the section on a method with its options, all costs, and its compatibility.
+
+    Args:
+        name: Name of the method.
+        text: The section as written: formula, and under labels such as ``**Notes**`` what code does not know.
+    """
+    head, *parts = re.split(rf"^\*\*({'|'.join(LABELS)})\*\*\n", text, flags=re.MULTILINE)
+    written = dict.fromkeys(LABELS, "") | dict(zip(parts[::2], (part.strip() for part in parts[1::2]), strict=True))
+    usual = CODEC_COSTS if getattr(rule_class(name), "stage", "") == "compress" else COSTS
+    costs = usual | dict(re.findall(r"^- (\w+): (.*)$", written["Cost"], re.MULTILINE))
+    filled = {
+        "Options": f"{options(name)}\n\n{written['Options']}",
+        "Cost": "\n".join(f"- {cost}: {amount}" for cost, amount in costs.items()),
+        "Compatibility": f"{compatibility(name)}\n{written['Compatibility']}",
+        "Notes": written["Notes"],
+    }
+    bodies = [f"**{label}**\n\n{body.strip()}" for label, body in filled.items() if body]
+    row = describe_method(name)
+    return "\n\n".join([f"{row['paper']}: {row['summary']}.", head.strip(), *bodies]) + "\n\n"
+
+
+def options(name: str) -> str:
+    """Return the options of a method."""
+    row = describe_method(name)
     lines = [f"- `{k}` = {default_text(v)}: {row['meanings'][k].replace('``', '`')}" for k, v in row["options"].items()]
     return "\n".join(lines) or "None."
 
 
-def compatibility(place: Place) -> str:
-    """Compositions, requirements and tasks of the method of the section."""
-    row, cls = describe_method(place.section), rule_class(place.section)
-    conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(place.section).items()]
+def compatibility(name: str) -> str:
+    """Return compositions, requirements, tasks and weights of a method."""
+    row, cls = describe_method(name), rule_class(name)
+    conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(name).items()]
     tasks = "all" if set(row["tasks"]) == set(TASKS) else ", ".join(TASKS[task] for task in row["tasks"])
     lines = [
         "- Compositions: all but" if conflicts else "- Compositions: all",
@@ -250,6 +285,7 @@ def compatibility(place: Place) -> str:
         f"- Server reads: {'single updates' if row['needs'] == 'individual' else 'sums'}",
         f"- Tasks: {tasks}{f', because {cls.tasks_reason}' if tasks != 'all' and cls.tasks_reason else ''}",
         f"- Delays: {'yes' if row['delays'] else 'no'}",
+        *(["- Weights: uniform"] if cls.weights == "uniform" else []),
     ]
     return "\n".join(lines)
 
@@ -274,6 +310,42 @@ def space_text(space: Any) -> str:
 def requirements(place: Place) -> str:
     """The words that ``needs`` of a rule may contain."""
     return markdown_table(["word", "meaning"], [[f"`{name}`", text] for name, text in NEEDS.items()])
+
+
+SHAPES = {"8 × 8 gray": (1, 8, 8), "28 × 28 gray": (1, 28, 28), "32 × 32 color": (3, 32, 32)}
+
+
+def model_table(place: Place) -> str:
+    """The built-in models of numbers and images, with their numbers of parameters for ten classes."""
+    rows = []
+    for name, entry in MODELS.items():
+        if not (entry.pretrained or entry.texts):
+            networks = [build_model(name, shape, 10) for shape in SHAPES.values()]
+            sizes = [f"{sum(p.numel() for p in network.parameters()):,}" for network in networks]
+            rows.append([f"`{name}`", f"{entry.description}; {entry.reference}", *sizes])
+    return markdown_table(["model", "description", *SHAPES], rows)
+
+
+def model_options(place: Place) -> str:
+    """The options of the built-in models, from signatures and docstrings."""
+    rows = []
+    for name, entry in MODELS.items():
+        described = argument_docs(entry.constructor)
+        known = inspect.signature(entry.constructor).parameters.items()
+        own = [
+            (k, p.default) for k, p in known if p.default is not p.empty and k != "categories" and not entry.pretrained
+        ]
+        rows += [
+            [f"`{name}`", f"`{k}`", f"`{v}`", plain(described[k]).replace('`"', "`").replace('"`', "`")] for k, v in own
+        ]
+    return markdown_table(["model", "option", "default", "meaning"], rows)
+
+
+def argument_docs(function: Callable[..., Any]) -> dict[str, str]:
+    """Return the descriptions of a function's arguments."""
+    described = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
+    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 # ---- configuration and command line -------------------------------------------------------------------------------------
@@ -363,12 +435,22 @@ def tunable_fields(place: Place) -> str:
     return names(SHARED)
 
 
+def command_table(place: Place) -> str:
+    """All commands, each with a link to its section."""
+    rows = [
+        [place.link(f"`{name}`", f"{place.page}#unskew-{name}"), plain((command.help or "").partition("\n\n")[0])]
+        for name, command in commands().commands.items()
+    ]
+    return markdown_table(["command", "purpose"], rows)
+
+
 def flags(place: Place) -> str:
     """The options of the command of the section, without the shared ones."""
     command = place.section.removeprefix("unskew ")
     params = [p for p in commands().commands[command].params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
-    return markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+    table = markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+    return table if len(own) == len(params) else f"In addition to the [shared options](#shared-options):\n\n{table}"
 
 
 def shared_flags(place: Place) -> str:
@@ -394,11 +476,12 @@ GENERATORS: dict[str, Callable[..., str]] = {
         slot_table,
         hooks,
         rule_attributes,
-        options,
-        compatibility,
         search_spaces,
         requirements,
+        model_table,
+        model_options,
         configuration,
+        command_table,
         flags,
         shared_flags,
         resumable_fields,
@@ -423,6 +506,13 @@ def expand(markdown: str, page: str) -> str:
         titles = re.findall("^## (.*)$", markdown[: block.start()], re.MULTILINE)
         return GENERATORS[block[1]](Place(page, titles[-1] if titles else ""), *block[2].split())
 
+    if page.startswith("methods/"):
+        first, *parts = re.split(r"^## (.*)\n", markdown, flags=re.MULTILINE)
+        sections = zip(parts[::2], parts[1::2], strict=True)
+        written = (
+            f"## {t}\n\n{method_section(t, text)}" if t in METHODS else f"## {t}\n{text}" for t, text in sections
+        )
+        markdown = first + "".join(written)
     return BLOCK.sub(generated, markdown)
 
 

@@ -17,7 +17,7 @@ from unskew.data import client_arrays, clients, load
 from unskew.data.federation import Federation
 from unskew.data.sources import registry
 from unskew.errors import DataError
-from unskew.runs import session
+from unskew.runs import run_checkpoints
 
 TEST = (np.ones((4, 3), np.float32), np.arange(4) % 2)
 
@@ -165,7 +165,7 @@ def test_registered_clients_take_few_bytes(tmp_path):
 def test_the_number_of_calls_does_not_grow_with_registered_clients(tmp_path, monkeypatch):
     """Clients that do not take part cost nothing."""
     checks = Counter()
-    for module, name in ((load, "num_training_samples"), (session, "stored_content")):
+    for module, name in ((load, "num_training_samples"), (run_checkpoints, "stored_content")):
         original = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *given, n=name, f=original: (checks.update([n]), f(*given))[1])
     sizes = Federation.sizes.fget
@@ -184,8 +184,8 @@ def test_a_resumed_run_reads_the_data_once(tmp_path, monkeypatch):
     federation = registered(tmp_path, 50)[0]
     run_of(federation, tmp_path / "run")
     read = Counter()
-    original = session.stored_content
-    monkeypatch.setattr(session, "stored_content", lambda prepared: (read.update(["once"]), original(prepared))[1])
+    original = run_checkpoints.stored_content
+    monkeypatch.setattr(run_checkpoints, "stored_content", lambda prepared: (read.update(["once"]), original(prepared))[1])
     run_of(federation, tmp_path / "run", rounds=2, resume=True)
     assert read["once"] == 1
 

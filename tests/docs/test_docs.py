@@ -113,7 +113,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
 
 
 def test_the_table_of_models_is_true():
-    rows = table((DOCS / "models.md").read_text())
+    rows = table(built(DOCS / "models.md"))
     assert {row[0].strip("`") for row in rows} == {
         name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)
     }

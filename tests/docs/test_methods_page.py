@@ -5,15 +5,15 @@ import re
 
 import pytest
 from support.federations import QUICK
-from support.pages import DOCS, ROOT, built, fences, first_names, section, table
+from support.pages import DOCS, ROOT, built, fences, section, table
 
 import unskew
-from unskew.data.sources.registry import Source
+from unskew.data.sources.registry import SampleTable, Source
 from unskew.errors import MethodConflictError
 from unskew.generators.latent import LatentGenerator
-from unskew.methods.registry import METHODS, conflicts, describe_all, method
+from unskew.methods.registry import METHODS, conflicts, describe_all, method, rule_class
 from unskew.protocol import rules
-from unskew.protocol.federation_info import ClientDataView
+from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.method import SLOTS
 
 PAGE = "\n".join(built(page) for page in sorted((DOCS / "methods").glob("*.md")))
@@ -21,7 +21,7 @@ WRITING = built(DOCS / "methods" / "writing-a-method.md")
 
 
 def test_the_table_of_methods_lists_the_registry():
-    rows = table(built(DOCS / "methods" / "index.md").split("costs and limits.")[1])
+    rows = table(built(DOCS / "methods" / "index.md"))
     listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
     assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe_all()]
 
@@ -36,15 +36,15 @@ def test_the_hooks_and_attributes_of_the_protocol_are_described():
     assert {row[1].strip("`") for row in table(section(WRITING, "Attributes"))} == declared
 
 
-def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_others():
-    plugins = (DOCS / "methods" / "plugins.md").read_text()
-    view = first_names(WRITING.split("`federation_info.ClientDataView`")[1])
-    public = {name for name in vars(ClientDataView) if name[0] != "_" and name not in ("of", "plan")}
-    fields = {field.name for field in dataclasses.fields(ClientDataView)}
-    assert {name.partition("(")[0] for name in view} == fields | public
-    rows = plugins.split("| field of `Source` | meaning |")[1]
-    described = re.findall(r"^\| (.*?) \|", rows, re.M)
-    assert re.findall(r"`(\w+)`", " ".join(described)) == [field.name for field in dataclasses.fields(Source)]
+@pytest.mark.parametrize("received", [FederationInfo, ClientDataView, Source, SampleTable])
+def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_others(received):
+    """In the docstring, which the reference shows."""
+    reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
+    assert re.search(rf"^::: unskew\.[\w.]+\.{received.__name__}$", reference, re.M)
+    described = re.findall(r"^    (\w+): ", received.__doc__.split("Attributes:")[1].replace("\n    ", "\n"), re.M)
+    assert described == [field.name for field in dataclasses.fields(received)]
+    public = [kind for name, kind in vars(received).items() if name[0] != "_" and callable(kind)]
+    assert all(kind.__doc__ for kind in public)
 
 
 def part_of(name, label):
@@ -56,6 +56,7 @@ def part_of(name, label):
 def test_the_section_of_a_method_has_its_shape_and_every_option_is_described(entry):
     name = entry["name"]
     labels = re.findall(r"^\*\*(\w[\w ]*)\*\*$", section(PAGE, name), re.M)
+    weights = ["Weights"] if rule_class(name).weights == "uniform" else []
     assert labels[:3] == ["Options", "Cost", "Compatibility"]
     assert labels[3:] in ([], ["Notes"])
     assert [name for name, text in entry["meanings"].items() if not re.match(r"[A-Z`\d].*\.$", text)] == []
@@ -65,7 +66,7 @@ def test_the_section_of_a_method_has_its_shape_and_every_option_is_described(ent
     }
     assert lines == {
         "Cost": ["Traffic", "Computation", "State"],
-        "Compatibility": ["Compositions", "Server reads", "Tasks", "Delays"],
+        "Compatibility": ["Compositions", "Server reads", "Tasks", "Delays", *weights],
     }
 
 

@@ -22,6 +22,7 @@ STARTS = {
     "audit",
     "carry_out",
 }  # runs
+STARTS |= {"check_rule", "check_engine", "check_data", "check_model"}  # of unskew.testing
 STARTS |= {"call", "main", "Process", "Popen", "exec"}  # programs and pages
 """Names of what starts runs and processes."""
 

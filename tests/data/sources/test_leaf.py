@@ -93,7 +93,7 @@ def test_the_first_classes_of_other_data():
     assert fed.classes == 4
     assert fed.class_counts().shape == (3, 4)
     assert int(fed.test[1].max()) == 3
-    for wrong, words in ((11, "from 2 to 10, the number of classes"), (1, "from 2 to 10")):
+    for wrong, words in ((11, "from 2 to 10, the number of classes"), (1, "max_classes=1 is not valid")):
         with pytest.raises(ConfigError, match=words):
             load_federation("digits", partition="iid", clients=3, max_classes=wrong)
 

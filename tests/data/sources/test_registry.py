@@ -600,7 +600,9 @@ def test_images_convert_between_gray_and_color():
 
 
 def test_invalid_server_data_are_rejected(tmp_path):
-    for server in (360, 0, -3, "-3", "4000"):
+    with pytest.raises(ConfigError, match="server_data=-3 is not valid"):
+        load_federation("digits", clients=2, server_data=-3)
+    for server in (360, 0, "-3", "4000"):
         with pytest.raises(DataError, match="Use a number from 1 to 359"):
             load_federation("digits", clients=2, server_data=server)
     with pytest.raises(ConfigError, match="Remove server_data_path"):
@@ -612,7 +614,7 @@ def test_invalid_server_data_are_rejected(tmp_path):
     write_csv(tmp_path / "t.csv")
     with pytest.raises(DataError, match="must both contain images"):
         load_federation(f"{tmp_path}/t.csv", label="kind", partition="iid", clients=2, server_data="digits")
-    with pytest.raises(DataError, match="holdout must be"):
+    with pytest.raises(ConfigError, match="holdout=1.0 is not valid: it must be less than 1"):
         load_federation("digits", clients=2, holdout=1.0)
 
 
@@ -662,6 +664,6 @@ def test_fewer_samples_are_drawn_by_the_seed():
     assert first != other
     assert first < inputs(0)
     assert len(first) > 290
-    for wrong in (0, 1438):
-        with pytest.raises(ConfigError, match="from 1 to 1437"):
+    for wrong, message in ((0, "greater than or equal to 1"), (1438, "from 1 to 1437")):
+        with pytest.raises(ConfigError, match=message):
             load_federation("digits", partition="iid", clients=3, max_train_samples=wrong)
