@@ -614,7 +614,7 @@ def test_invalid_server_data_are_rejected(tmp_path):
     write_csv(tmp_path / "t.csv")
     with pytest.raises(DataError, match="must both contain images"):
         load_federation(f"{tmp_path}/t.csv", label="kind", partition="iid", clients=2, server_data="digits")
-    with pytest.raises(ConfigError, match="holdout=1.0 is not valid: it must be less than 1"):
+    with pytest.raises(ConfigError, match=r"holdout=1\.0 is not valid: it must be less than 1"):
         load_federation("digits", clients=2, holdout=1.0)
 
 
