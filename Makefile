@@ -76,15 +76,15 @@ test-slow: .venv/installed  ## what `make test` leaves out: full products, rando
 	$(TEST) -m slow $(WITHOUT)
 
 test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
-	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_engines.py tests/methods/test_fedcog.py
+	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_registry.py tests/methods/fedcog/test_fedcog.py
 
 test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, all data and models, the tutorials
-	$(TEST) -m slow tests/methods tests/engines/test_engines.py tests/engines/test_multilabel.py tests/conformance \
-	  tests/simulation tests/models tests/generators tests/data tests/runs/test_branching.py tests/runs/test_records.py \
-	  tests/runs/test_side_by_side.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
+	$(TEST) -m slow tests/methods tests/protocol tests/engines/test_registry.py tests/tasks/test_classification.py tests/conformance \
+	  tests/simulation tests/models tests/generators tests/data tests/runs/test_assembly.py tests/records/test_recorder.py \
+	  tests/runs/test_parallel.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
 test-sites: .venv/installed .venv-deploy/installed  ## a run of two SuperNodes of Flower over TLS: the numbers of the simulator
-	$(BIN)/python -m pytest -m "not slow" tests/deployment/test_flower.py
+	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py
 
 check: .venv/installed audit  ## format, lint, types, known faults, tests
 	$(BIN)/ruff format --check .
@@ -97,7 +97,7 @@ format: .venv/installed  ## format the code and fix simple lint
 	$(BIN)/ruff check --fix .
 
 test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this machine, one of which is killed
-	$(BIN)/python -m pytest -p no:xdist -o addopts= tests/engines/ray_cases.py -k ray_node_dies
+	$(BIN)/python -m pytest -p no:xdist -o addopts= tests/engines/ray/ray_cases.py -k ray_node_dies
 
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance

@@ -38,7 +38,7 @@ from unskew.simulation.server import Server
 from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
-TESTS = ["tests/engines/test_gpu.py", "tests/engines/test_device.py", "tests/engines/test_other_device.py"]
+TESTS = ["tests/engines/test_device_gpu.py", "tests/engines/test_device.py", "tests/engines/test_client_inputs.py"]
 LIMIT = 570
 """Seconds after which nothing more is started."""
 ROUND_LIMIT = 20

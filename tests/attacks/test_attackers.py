@@ -66,7 +66,7 @@ def test_honest_updates_of_the_first_round_do_not_change(kind, received):
         assert torch.equal(update.buffers, honest[client].buffers)
 
 
-def test_what_attackers_send(received):
+def test_attackers_send_what_their_formulas_give(received):
     honest, _ = received(None)
     clients = [0, 3]
     others = torch.stack([update.delta for client, update in honest.items() if client not in clients]).numpy()

@@ -85,7 +85,7 @@ def test_without_pytorch_the_exit_code_is_1(capsys, monkeypatch):
     ("version", "threads", "words"),
     [("2.7.1", 1, "2.7.1 is not tested"), ("3.0", 1, "not tested"), ("2.9.0+cpu", 8, "8 threads on 4 cores")],
 )
-def test_problems_of_pytorch(version, threads, words):
+def test_doctor_reports_untested_pytorch_and_too_many_threads(version, threads, words):
     (text,) = doctor._torch_problems(version, threads, 4)
     assert words in text
     assert not list(doctor._torch_problems("2.8.0", 4, 4))

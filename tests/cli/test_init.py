@@ -100,7 +100,7 @@ def test_without_data_the_digits_are_taken(capsys):
 
 
 @pytest.mark.slow
-def test_a_folder_of_images(capsys, tmp_path):
+def test_init_configures_a_folder_of_images(capsys, tmp_path):
     from PIL import Image
 
     draws = np.random.default_rng(0)

@@ -65,7 +65,7 @@ def test_the_paired_p_value_is_that_of_scipy():
     assert [paired_p([0.3]), paired_p([0.0, 0.0]), paired_p([0.2, 0.2])] == [1.0, 1.0, 0.0]
 
 
-def test_holm_by_hand():
+def test_holm_equals_values_by_hand():
     assert holm([0.01, 0.02, 0.03, 0.04]) == pytest.approx([0.04, 0.06, 0.06, 0.06])
     assert holm([0.9, 0.5]) == pytest.approx([1.0, 1.0])
     assert holm([]) == []

@@ -22,7 +22,11 @@ EXACT = 1e-12
 def test_every_method_is_in_the_suite_or_in_a_test_of_its_own():
     """The problem of the suite is convex, so it says nothing on heads, generated inputs, codes or noise."""
     named = {part for method in adapter.METHODS for part in re.sub("-(1|momentum)$", "", method).split("+")}
-    own = "\n".join(file.read_text() for file in (Path(__file__).parents[1] / "methods").glob("*.py"))
+    own = "\n".join(
+        file.read_text()
+        for part in ("methods", "protocol")
+        for file in (Path(__file__).parents[1] / part).rglob("*.py")
+    )
     assert [name for name in METHODS if name not in named and not re.search(rf"[\"'+]{name}[\"':+]", own)] == []
     assert set(adapter.METHODS) == set(PAPERS)
 
@@ -83,7 +87,7 @@ def test_the_papers_reach_the_optimum_of_the_table(name):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name, asked in TABLE.items() if asked.method in adapter.METHODS])
-def test_a_row_of_the_table(name):
+def test_rows_of_the_table_follow_the_paper(name):
     asked = TABLE[name]
     apart, far = measured(adapter.run, replace(asked, rounds=min(asked.rounds, 120)), 20)
     assert apart < 1e-10

@@ -33,7 +33,7 @@ def test_texts_take_the_tokenizer_of_the_model_unless_one_is_named():
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_both_ways_give_the_same_federation(seed):
+def test_spec_and_function_give_the_same_federation(seed):
     options = {
         "partition": "dirichlet:1",
         "clients": 4,

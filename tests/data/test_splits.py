@@ -121,7 +121,7 @@ def test_without_an_option_the_split_is_what_it_was(visits):
         ("when:visit", "is not valid"),
     ],
 )
-def test_splits_that_cannot_be_are_sentences(visits, split_by, words):
+def test_split_rejects_impossible_groups(visits, split_by, words):
     with pytest.raises((ConfigError, DataError), match=words):
         parts(visits, split_by=split_by)
 

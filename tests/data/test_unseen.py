@@ -6,9 +6,9 @@ import json
 import numpy as np
 import pytest
 import torch
+from support.federations import blobs
 
 import unskew
-from tests.support.federations import blobs
 from unskew.cli.comparison_tables import clients_table
 from unskew.config.experiment import Experiment
 from unskew.data.clients import joined_clients

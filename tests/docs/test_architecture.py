@@ -65,6 +65,21 @@ def test_folders_inside_a_package_do_not_import_each_other_in_a_circle():
         list(graphlib.TopologicalSorter(folders).static_order())  # raises CycleError
 
 
+def test_every_test_file_mirrors_a_module_of_the_package():
+    """``tests/<package>/test_<module>.py`` or, for one subject of a module, ``test_<module>_<topic>.py``."""
+    without_module = {"conformance", "docs", "fuzz", "speed", "support"}
+    astray = []
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        place = path.relative_to(ROOT / "tests")
+        words = path.stem.split("_")[1:]
+        modules = [
+            ROOT / "unskew" / place.parent / f"{'_'.join(words[:count])}.py" for count in range(1, len(words) + 1)
+        ]
+        if place.parts[0] not in without_module and not any(module.is_file() for module in modules):
+            astray.append(str(place))
+    assert not astray, f"name these after the module that they test: {astray}"
+
+
 def imported_modules():
     """Every module of the repository's packages and what it imports, also inside functions and for types only."""
     packages = ("unskew", "speed", "conformance")

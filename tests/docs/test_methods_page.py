@@ -115,6 +115,6 @@ def test_the_costs_of_methods_are_those_counted():
         numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label
         first, second = result.history
         counted = [second[f"bytes_{way}"] - first[f"bytes_{way}"] for way in ("down", "up")]
-        numbers["c"] = counted[1] / 16  # tests/methods/test_compression.py compares it with the formulas
+        numbers["c"] = counted[1] / 16  # tests/methods/compression/test_rules.py compares it with the formulas
         costs = [cost.strip("`") for cost in traffic.groups()]
         assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in costs], name

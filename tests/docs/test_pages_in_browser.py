@@ -101,7 +101,7 @@ def site(tmp_path_factory):
         thread.join()
 
 
-def test_faults_are_noticed(tmp_path):
+def test_browser_check_notices_script_errors(tmp_path):
     """The other tests rely on it."""
     page = tmp_path / "page.html"
     for fault in ("throw Error()", "console.error(1)", "Promise.reject(1)"):
@@ -144,7 +144,7 @@ def check_print(profile, address, target):
     assert len(re.findall(rb"/Type /Page\b", data)) >= 1
 
 
-def test_report(report, tmp_path):
+def test_report_runs_in_the_browser_without_errors(report, tmp_path):
     page = report.read_text()
     tags = re.findall(r'<(?:script|link|img|iframe)\b[^>]*(?:src|href)="(https?:[^"]*)"', page)
     assert tags == []

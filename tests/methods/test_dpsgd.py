@@ -194,7 +194,7 @@ def test_without_noise_and_clipping_full_batches_are_gradient_descent():
 
 
 @pytest.mark.usefixtures("one_key")
-def test_it_acts_first_wherever_it_stands(monkeypatch):
+def test_dpsgd_acts_first_in_any_order(monkeypatch):
     monkeypatch.setattr(SecretKey, "within", lambda key, _: key)  # the key also follows from the spelling
     expressions = ("dpsgd:noise=0.5+fedprox:mu=1+scaffold", "fedprox:mu=1+scaffold+dpsgd:noise=0.5")
     assert [rule.name for rule in method(expressions[1]).client] == ["dpsgd", "fedprox", "scaffold"]

@@ -221,7 +221,7 @@ def test_generated_features_come_to_mean_their_class(spec):
     assert accuracy(rule.server_update({}, updates)) > 0.98
 
 
-def test_it_is_paid_for():
+def test_traffic_counts_generator_and_labels():
     methods = ("fedavg", *(f"fedgen:gen_steps=1,hidden=7,noise=4{more}" for more in ("", ",labels=own")))
     plain, fedgen, own = (train(m, participation=0.7).history for m in methods)
     g = LatentGenerator(3, 4, 7, 16).size

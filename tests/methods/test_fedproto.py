@@ -110,7 +110,7 @@ def test_delays_are_refused():
         run("fedproto", 1.0, None, network(), network={"delay": "fixed:1"})
 
 
-def test_sums_suffice():
+def test_secure_aggregation_gives_the_same_models():
     masked, plain = Watch(), Watch()
     for watch, value in ((masked, "required"), (plain, "off")):
         run(["fedproto", watch], 1.0, None, network(), secure_aggregation=value)

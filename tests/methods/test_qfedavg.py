@@ -104,7 +104,7 @@ def test_delays_are_refused():
         run("qfedavg", network={"delay": "fixed:1"})
 
 
-def test_sums_suffice():
+def test_secure_aggregation_gives_the_same_vector():
     masked, plain = (run("qfedavg", secure_aggregation=value)[0] for value in ("required", "off"))
     assert torch.equal(masked.vector, plain.vector)
 

@@ -251,7 +251,7 @@ def test_a_resumed_run_equals_one_without_interruption(tmp_path):
     assert_same_run(tmp_path / "straight", tmp_path / "stopped")
 
 
-def test_what_it_cannot_do_is_said():
+def test_vhl_rejects_unsupported_inputs():
     table = images(np.float32, (5,))
     with pytest.raises(unskew.UnskewError, match="style generates images, but the inputs have shape"):
         unskew.run(table, method="vhl:source=style", model="logistic", rounds=1)

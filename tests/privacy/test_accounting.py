@@ -193,7 +193,7 @@ def test_the_noise_is_the_inverse_of_epsilon(opacus):
     assert noise_for(1.0, 1e-5, 0.1, 0) == 0
 
 
-def test_impossible_targets(opacus):
+def test_noise_for_rejects_impossible_targets(opacus):
     for target in (0.0, -1.0, math.nan, math.inf):
         with pytest.raises(ConfigError, match="positive number, such as epsilon=5"):
             noise_for(target, 1e-5, 1.0, 10)
@@ -234,7 +234,7 @@ def test_delta_is_below_the_reciprocal_of_the_number_of_clients():
         check_delta(1e-5, 1)
 
 
-def test_wrong_values():
+def test_accounting_rejects_invalid_values():
     for values, match in (
         ((-1.0, 0.1, 1), "noise multiplier is -1.0"),
         ((math.nan, 0.1, 1), "noise multiplier"),

@@ -436,7 +436,7 @@ def test_checkpoint_of_another_version_is_refused_and_kept(stopped, capsys):
     assert len(list_checkpoints(run / "checkpoints")) == 2
 
 
-def test_all_checkpoints_damaged(stopped, capsys):
+def test_resume_fails_if_all_checkpoints_are_damaged(stopped, capsys):
     run = stopped
     for path in list_checkpoints(run / "checkpoints"):
         flip(path / "server.safetensors")
@@ -525,7 +525,7 @@ def test_other_data_are_refused(tmp_path):
     assert_same_run(tmp_path / "run", tmp_path / "straight")
 
 
-def test_nothing_to_resume(tmp_path, capsys):
+def test_resume_rejects_a_folder_without_a_run(tmp_path, capsys):
     for path in (tmp_path / "nowhere", tmp_path):
         outcome = call(capsys, "resume", path)
         assert outcome.code == 2
@@ -670,7 +670,7 @@ def test_full_disk_at_the_figure(tmp_path):
     assert (tmp_path / "run" / "summary.json").exists()
 
 
-def test_really_full_disk(tmp_path, straight, capsys):
+def test_resume_goes_on_after_a_full_disk(tmp_path, straight, capsys):
     disk = tmp_path / "disk"
     disk.mkdir()
     try:

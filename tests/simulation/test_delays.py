@@ -109,7 +109,7 @@ def test_half_normal_delays_have_the_mean_and_shares_they_should():
     assert (heavy < 4).mean() == pytest.approx(0.5, abs=0.03)
 
 
-def test_traces(tmp_path):
+def test_traces_give_the_delays_of_a_file(tmp_path):
     (tmp_path / "own.csv").write_text("client,delay\n0,1\n0,3\n1,2\n")
     (tmp_path / "all.csv").write_text("delay\n4\n5\n")
     own, all_ = (Delays(f"trace:{tmp_path}/{name}.csv", 0) for name in ("own", "all"))

@@ -52,7 +52,7 @@ def test_a_client_in_training_is_not_drawn():
         assert not set(sampler.draw(t, {1, 2})) & {1, 2}
 
 
-def test_a_million_clients():
+def test_sampler_draws_from_a_million_clients():
     cohort = Sampler(1_000_000, 1e-5, 0).draw(0)
     assert len(cohort) == 10
 

@@ -1,0 +1,206 @@
+"""Runs side by side: what they give, whom they tell, how they fail, how they are stopped."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from support.federations import blobs
+from support.running import assert_same_run, call, metrics
+from support.sweeps import small_table
+
+import unskew
+from unskew.config.loader import experiment
+from unskew.data.federation import ArrayClients
+from unskew.engines.cpu import num_cores
+from unskew.engines.mmap_pickle import dump_mmap, load_mmap
+from unskew.errors import ConfigError, EngineError
+from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs
+from unskew.runs.process_pool import Job
+
+pytestmark = pytest.mark.usefixtures("undrawn")
+
+TINY = (
+    "--clients",
+    4,
+    "--model",
+    "logistic",
+    "--rounds",
+    3,
+    "--local-steps",
+    2,
+    "--engine",
+    "inline",
+    "--seeds",
+    "0,1",
+)
+
+
+def test_what_lies_in_a_file_is_what_was_laid_there(tmp_path):
+    images = torch.rand(3, 4, 4, 2).permute(0, 3, 1, 2)
+    model, federation = torch.nn.Linear(2, 3), blobs([5, 4])
+    dump_mmap({"images": images, "model": model, "federation": federation, "none": torch.empty(0)}, tmp_path / "file")
+    found = load_mmap(tmp_path / "file")
+    assert torch.equal(found["images"], images)
+    assert found["images"].is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(found["model"].weight, model.weight)
+    assert torch.equal(found["federation"].clients[1].x, federation.clients[1].x)
+    with torch.no_grad():
+        found["model"].weight.zero_()  # a copy of this process's own: the file stays
+    assert torch.equal(load_mmap(tmp_path / "file")["model"].weight, model.weight)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "many", "1.5", "257", "9" * 5000, "8@local", "0@auto", "2@somewhere"])
+def test_parallel_rejects_what_is_no_number_of_runs(text):
+    with pytest.raises(ConfigError, match="is not a number of parallel runs"):
+        read_parallel(text)
+
+
+def test_how_many_runs_are_made_at_a_time(monkeypatch):
+    monkeypatch.setattr("unskew.engines.cpu._share", 4)
+    assert num_cores() == 4
+
+    def at_once(parallel, runs=8, size=100, **options):
+        return num_parallel_runs(parallel, [experiment({"device": "cpu", **options})] * runs, size)
+
+    assert [at_once("auto"), at_once("auto", 3), at_once("auto", 1), at_once("auto", size=SMALL + 1)] == [4, 3, 1, 1]
+    assert [at_once("auto", workers=2), at_once("auto", engine="ray"), at_once(6), at_once(6, 2)] == [1, 1, 6, 2]
+    assert at_once("auto", engine="ray", ray={"address": "10.0.0.1:6379"}) == 4
+    with pytest.raises(ConfigError, match="their own Ray cluster"):
+        at_once(2, engine="ray")
+    there = [at_once(read_parallel(text)) for text in ("3@10.0.0.1:6379", "auto@auto")]
+    assert [(at, at.address, at.auto, at.small) for at in there] == [
+        (3, "10.0.0.1:6379", False, True),
+        (8, "auto", True, True),
+    ]
+    assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
+    with pytest.raises(ConfigError, match="each run is one task"):
+        at_once("2@auto", engine="ray")
+
+
+def echo(given, number, callbacks):
+    """A work: what it was given, and a warning."""
+    callbacks[0].warn(f"{number} of {given}")
+    if number == 3:
+        raise ConfigError("client 3 has bad data")
+    return number, torch.get_num_threads(), isinstance(given.clients, ArrayClients)
+
+
+class Listener:
+    def __init__(self):
+        self.told = []
+
+    def warn(self, text):
+        self.told.append(text)
+
+
+@pytest.mark.slow
+def test_a_work_is_told_of_here_and_its_error_is_raised_here():
+    federation, listener = blobs([5, 4]), Listener()
+    works = [Job(n, echo, (n,), lambda: [listener], (n - 1,) if n > 1 else ()) for n in (1, 2, 3, 4)]
+    found = []
+    with pytest.raises(ConfigError, match="client 3 has bad data"):
+        found.extend(run_jobs(works, 1, federation))
+    assert found == [(1, (1, num_cores(), True)), (2, (2, num_cores(), True))]
+    assert listener.told == [f"{n} of {federation!r}" for n in (1, 2, 3)]
+
+
+def test_what_has_no_name_elsewhere_cannot_be_sent():
+    with pytest.raises(ConfigError, match=r"cannot be pickled.*lambda.* Define classes and functions at module level"):
+        list(run_jobs([], 1, lambda: None))
+
+
+def die(given, callbacks):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_is_told():
+    with pytest.raises(EngineError, match=r"died \(exit code -9, one\)"):
+        list(run_jobs([Job("one", die), Job("two", die, after=("one",))], 2))
+
+
+@pytest.mark.slow
+def test_a_comparison_side_by_side_is_the_comparison(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    methods = ("fedavg", "scaffold", "fedprox:mu=0.1")
+    assert call(capsys, "compare", *methods, *TINY, "--out", "a").code == 0
+    outcome = call(capsys, "compare", *methods, *TINY, "--out", "b", "--parallel", 2)
+    assert outcome.code == 0, outcome.err
+    folders = [Path(name, f"seed-{seed}") for name in ("fedavg", "scaffold", "fedprox-mu=0.1") for seed in (0, 1)]
+    for folder in folders:
+        assert_same_run("a" / folder, "b" / folder)
+    again = call(capsys, "compare", *methods, *TINY, "--rounds", 4, "--out", "b", "--resume", "--parallel", "auto")
+    assert again.code == 0, again.err
+    assert all(len(metrics("b" / folder)) == 4 for folder in folders)
+    wrong = call(capsys, "compare", "fedavg", "fedals", *TINY, "--delay", "fixed:1", "--out", "c", "--parallel", 2)
+    assert (wrong.code, Path("c").exists()) == (2, False)
+
+
+@pytest.mark.slow
+def test_a_table_side_by_side_is_the_table_with_its_common_rounds_made_once(tmp_path):
+    alone = small_table(tmp_path / "alone", 1, [0, 1], "mlp")
+    assert small_table(tmp_path / "there", 2, [0, 1], "mlp") == alone
+
+
+@pytest.mark.slow
+def test_images_that_several_runs_need_are_made_once(tmp_path):
+    options = dict(  # noqa: C408
+        seeds=1, model="logistic", rounds=1, local_steps=1, clients=3, engine="inline", parallel=2, out=tmp_path / "c",
+        methods=["fedssyn:generator=vae-small,epochs=1,n_syn=5", "fedssyn:generator=vae-small,epochs=1,n_syn=5+scaffold"],
+    )  # fmt: skip
+    done = unskew.compare(**options)
+    assert len({summaries[0]["synthetic"] for summaries in done.summaries.values()}) == 1
+    assert len(list((tmp_path / "c" / "synthetic").glob("*/synthetic.json"))) == 1
+
+
+@pytest.mark.slow
+def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path):
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        pytest.skip("the tests run in the background of a shell, which makes processes ignore SIGINT")
+    methods, options = ("fedavg", "scaffold"), ("--rounds", 4000, "--set", "checkpoint_every=4000")
+    command = [
+        sys.executable,
+        "-m",
+        "unskew",
+        "compare",
+        *methods,
+        *TINY,
+        *options,
+        "--out",
+        "c",
+        "--parallel",
+        2,
+        "--no-references",
+    ]
+    process = subprocess.Popen(
+        list(map(str, command)), cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    begun = [tmp_path / "c" / name / "seed-0" / "metrics.jsonl" for name in methods]
+    end = time.monotonic() + 120
+    while not all(path.is_file() and len(path.read_text().splitlines()) > 4 for path in begun):
+        assert time.monotonic() < end
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.05)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert "Stopped; the run was saved. To resume, run: " in err
+    assert err.count("Finishing this round") == 1
+    end = time.monotonic() + 30
+    while [pid for pid in children if Path(f"/proc/{pid}").exists()]:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    for path in begun:
+        saved = sorted((path.parent / "checkpoints").iterdir())
+        assert int(saved[-1].name) == len(path.read_text().splitlines())
+    # What it says goes on with all of them.
+    rest = [*map(str, command), "--resume"]
+    rest[rest.index("4000")] = "4"
+    done = subprocess.run(rest, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "cannot be shortened to 4" in done.stderr
