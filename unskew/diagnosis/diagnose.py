@@ -147,7 +147,7 @@ def diagnose(
             )
             for label, v, b in models_to_measure(None if run is None else Path(run), spec)
         ]
-    facts = {
+    details = {
         "data": fed.name,
         "partition": fed.partition,
         "clients": len(fed.clients),
@@ -163,7 +163,7 @@ def diagnose(
     sites = site_differences(fed, ids, config.features)
     labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
-    return DiagnosisReport(facts, labels, measured, sites, setting)
+    return DiagnosisReport(details, labels, measured, sites, setting)
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:
