@@ -237,7 +237,9 @@ def test_variants_change_the_numbers():
         assert not any(torch.equal(one, other) for other in vectors[:place]), options[place]
 
 
-@pytest.mark.parametrize(("examples", "drop_last"), [(200, False), (200, True), (20, False), (20, True), (128, False)])
+@pytest.mark.parametrize(
+    ("num_samples", "drop_last"), [(200, False), (200, True), (20, False), (20, True), (128, False)]
+)
 def test_every_synthetic_input_is_used_as_often_as_any_other_up_to_one(spec, num_samples, drop_last):
     """Also where real batches are not whole; by_step misses some of them there."""
     training = Training(batch_size=64, drop_last=drop_last, local_epochs=7)

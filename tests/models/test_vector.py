@@ -158,7 +158,7 @@ def test_clipping_equals_torch():
 
 
 @pytest.mark.parametrize(
-    ("training", "examples", "expected"),
+    ("training", "num_samples", "expected"),
     [
         (Training(local_epochs=2, batch_size=4), 10, [4, 4, 2, 4, 4, 2]),
         (Training(local_epochs=2, batch_size=4, drop_last=True), 10, [4, 4, 4, 4]),

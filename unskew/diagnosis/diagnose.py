@@ -91,8 +91,8 @@ def diagnose(
     >>> import unskew
     >>> fed = unskew.load_federation("digits", partition="iid", clients=3)
     >>> report = unskew.diagnose(fed, model="logistic", samples=50, curvature=False, synthetic_fractions=[0, 1])
-    >>> (place,) = report.places
-    >>> before, after = place.shares
+    >>> (measurement,) = report.measurements
+    >>> before, after = measurement.shares
     >>> after.get("zeta2")
     0.0
     """
