@@ -65,7 +65,7 @@ class Toy:
 def test_only_the_first_clients_of_the_last_round_are_asked():
     fed = blobs([4])
     rule = unskew.method("fedcog").client
-    samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, most=3)
+    samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, max_clients=3)
     for t in (4, 5):
         broadcasts = [broadcast(t, k) for k in (9, 2, 7, 4)]
         assert [update.client for update in samples.train(broadcasts)] == [9, 2, 7, 4]

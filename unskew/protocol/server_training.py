@@ -52,7 +52,7 @@ class ServerTraining(Protocol):
         client_task: Task of the clients.
         cohort: Number of clients drawn per round.
         weights: Weighting of clients in means: by samples, or uniform.
-        witness: Test set, if ``diagnose`` enables a metric of the rule that needs it; otherwise None.
+        reference_samples: Test set, if ``diagnose`` enables a metric of the rule that needs it; otherwise None.
         pixels: Scaling of image intensities to inputs of the model.
     """
 
@@ -61,7 +61,7 @@ class ServerTraining(Protocol):
     client_task: Task
     cohort: int
     weights: Literal["samples", "uniform"]
-    witness: ReferenceSamples | None
+    reference_samples: ReferenceSamples | None
 
     @property
     def spec(self) -> ModelSpec:

@@ -176,7 +176,7 @@ class Broadcaster:
             **fields: Further fields of the broadcast.
         """
         info, (v, b) = self.setup.federation_info, model
-        accepted, (state, file) = self.clients.last.get(client), self.clients.store.lent(client)
+        accepted, (state, file) = self.clients.last.get(client), self.clients.store.state_or_file(client)
         if weight is None:  # after the last round; unseen clients have no weight of their own
             weight = info.cohort_weights([client])[0] if client < info.clients else 1.0
         rules = self.state.rules

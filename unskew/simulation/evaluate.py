@@ -232,7 +232,8 @@ class Evaluator:
         who, scored = np.array([c.id for c in judged], np.int64), self.task.scored
         if personal_models is not None:
             scores = [
-                self.one(*served, c, each) for c, served in zip(judged, personal_models(who.tolist()), strict=True)
+                self.evaluate_client(*served, c, each)
+                for c, served in zip(judged, personal_models(who.tolist()), strict=True)
             ]
             accuracies, losses = np.array([(score.accuracy, score.loss) for score in scores]).T
             others = metrics_by_name([score.metrics for score in scores])
@@ -263,7 +264,7 @@ class Evaluator:
                 pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
-    def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
+    def evaluate_client(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
         """Evaluate a client's own model on its data.
 
         Args:

@@ -42,7 +42,7 @@ class GeneratedSamplesRecorder:
         rules: Client rules of the run.
         federation: Data of the run.
         round: Number of the round to show, from 0: the last one.
-        most: Number of clients to show: the first ones of the round's cohort.
+        max_clients: Number of clients to show: the first ones of the round's cohort.
 
     Attributes:
         problem: Reason why no images can be written; None if there may be some.
@@ -50,12 +50,14 @@ class GeneratedSamplesRecorder:
 
     problem: str | None
 
-    def __init__(self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, most: int = 10):
+    def __init__(
+        self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, max_clients: int = 10
+    ):
         self.name = engine.name
         self.engine = engine
         self.federation = federation
         self.last = round
-        self.most = most
+        self.max_clients = max_clients
         self.carries: dict[int, Tensors] = {}
         self.problem = None
         self.rule = next((rule.name for rule in rules if rule.name in GENERATED), "")
@@ -69,7 +71,7 @@ class GeneratedSamplesRecorder:
         if self.problem is None:
             broadcasts = [
                 dataclasses.replace(broadcast, carry_of=self.rule)
-                if index < self.most and broadcast.round == self.last
+                if index < self.max_clients and broadcast.round == self.last
                 else broadcast
                 for index, broadcast in enumerate(broadcasts)
             ]

@@ -55,7 +55,7 @@ class ServerTrainer:
         self.cohort = cohort
         self.weights = weights
         self.round = 0
-        self.witness = ReferenceSamples(*federation.test, federation.objective) if observed else None
+        self.reference_samples = ReferenceSamples(*federation.test, federation.objective) if observed else None
         self.data, self.pixels = federation.server, PixelScaling.of(federation)
         self.task = self.client_task = federation.objective
         if self.data is not None and not self.data.in_domain:

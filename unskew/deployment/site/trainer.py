@@ -91,7 +91,7 @@ class SiteTrainer:
         self._replied: tuple[str, Frame] | None = None
         self._received: tuple[str, str] = ("", "")
         cohort = Sampler(self.total, config.participation, config.seed).size
-        self.least = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
+        self.min_sites = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
 
     @property
     def data(self) -> ClientData:
@@ -215,13 +215,13 @@ class SiteTrainer:
         if self.noise is not None:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
-            return masks.begin(session, update, None, digest, ledger, self.least)
+            return masks.begin(session, update, None, digest, ledger, self.min_sites)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
         state.check_start(round, digest)
         state.keep_known(accepted, round, digest.known)
         delta = gather_slices(update.delta, broadcast.up) if self.wire_context.sends_model else None
-        return masks.begin(session, update, delta, digest, ledger, self.least)
+        return masks.begin(session, update, delta, digest, ledger, self.min_sites)
 
     def _noisy(
         self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: DataLedger
@@ -300,7 +300,9 @@ class SiteTrainer:
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b
         metrics: dict[str, float] = {}
-        score = self.evaluator.one(*serving_model(self.method, self.spec, mode, stays, v, b, personal=False), self.data)
+        score = self.evaluator.evaluate_client(
+            *serving_model(self.method, self.spec, mode, stays, v, b, personal=False), self.data
+        )
         metrics["accuracy"], metrics["loss"] = score.accuracy, score.loss
         if request.config.get("own") is True:
             own_model = serving_model(self.method, self.spec, mode, stays, v, b, personal=True)
@@ -312,6 +314,6 @@ class SiteTrainer:
                 with device_modes(self.device, self.config.precision):
                     update = self._trainer_for(request, received).train(local)
                 own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
-            own = self.evaluator.one(*own_model, self.data)
+            own = self.evaluator.evaluate_client(*own_model, self.data)
             metrics["own_accuracy"], metrics["own_loss"] = own.accuracy, own.loss
         return Frame("scores", {"client": self.site.client}, metrics)

@@ -47,14 +47,14 @@ METRICS = {*AVERAGED_METRICS, "steps"}
 """Names of the metrics of an update."""
 
 
-def encode_broadcast(broadcast: Broadcast, wire_context: WireContext, kind: str, about: dict[str, Any]) -> Frame:
+def encode_broadcast(broadcast: Broadcast, wire_context: WireContext, kind: str, fields: dict[str, Any]) -> Frame:
     """Encode a broadcast; the client's state is stored at the client and not sent.
 
     Args:
         broadcast: The broadcast.
         wire_context: Wire context.
         kind: Kind of the message.
-        about: Further fields.
+        fields: Further fields.
     """
     received = wire_context.received(broadcast.down, kind).to(broadcast.b.device)
     arrays = {
@@ -66,7 +66,7 @@ def encode_broadcast(broadcast: Broadcast, wire_context: WireContext, kind: str,
         arrays["model/base"] = encode_tensor(gather_slices(broadcast.v, base))
     arrays |= encode_rules("download", broadcast.download, broadcast.down, wire_context.spec.size)
     config: dict[str, Any] = {
-        **about,
+        **fields,
         "client": broadcast.client,
         "round": broadcast.round,
         "weight": float(broadcast.weight),
