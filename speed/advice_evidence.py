@@ -117,7 +117,7 @@ def measured_federation(runs: SuiteRuns, results: FederationResults) -> Measured
         warnings.simplefilter("ignore")
         report = diagnose(seed=runs.suite.tuning_seed, samples=100, curvature=False, **settings)
     assert report.setting is not None
-    features = SkewFeatures.of(report.setting, report.labels, report.places[0], report.facts)
+    features = SkewFeatures.of(report.setting, report.labels, report.measurements[0], report.details)
     gains: dict[View, dict[str, float]] = {}
     decided: dict[View, list[str]] = {}
     for view in VIEWS:

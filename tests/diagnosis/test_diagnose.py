@@ -250,10 +250,15 @@ def test_a_run_is_looked_at_from_its_first_model_to_its_last(tmp_path):
     with pytest.raises(ConfigError, match="Remove this option"):
         unskew.diagnose(fed, run=folder, model="cnn")
     report = unskew.diagnose(fed, run=folder, model=model, curvature=False, synthetic_fractions=[0.0, 1.0])
-    assert [p.place for p in report.places] == ["initial model", "after round 2", "after round 4", "final model"]
-    assert report.places[2].metrics == report.places[3].metrics
-    assert report.places[1].metrics != report.places[2].metrics
-    assert report.facts["tau"] == 2
+    assert [p.model_label for p in report.measurements] == [
+        "initial model",
+        "after round 2",
+        "after round 4",
+        "final model",
+    ]
+    assert report.measurements[2].metrics == report.measurements[3].metrics
+    assert report.measurements[1].metrics != report.measurements[2].metrics
+    assert report.details["tau"] == 2
     # The final model's gradients are those of the module that the run returns.
     module, grads = result.model.eval(), []
     for client in fed.clients:
@@ -261,9 +266,11 @@ def test_a_run_is_looked_at_from_its_first_model_to_its_last(tmp_path):
         nn.functional.cross_entropy(module(client.x), client.y).backward()
         grads.append(torch.cat([p.grad.flatten() for p in module.parameters()]))
     g = torch.stack(grads)
-    assert report.places[3].metrics["zeta2"] == pytest.approx(float((g - g.mean(0)).square().sum(1).mean()), rel=1e-4)
-    (one,) = unskew.diagnose(fed, run=folder / "checkpoints" / "0000002", model=model, curvature=False).places
-    assert one.metrics["zeta2"] == report.places[1].metrics["zeta2"]
+    assert report.measurements[3].metrics["zeta2"] == pytest.approx(
+        float((g - g.mean(0)).square().sum(1).mean()), rel=1e-4
+    )
+    (one,) = unskew.diagnose(fed, run=folder / "checkpoints" / "0000002", model=model, curvature=False).measurements
+    assert one.metrics["zeta2"] == report.measurements[1].metrics["zeta2"]
 
 
 def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
@@ -271,7 +278,7 @@ def test_a_run_can_measure_its_gradients_round_by_round(tmp_path):
     options = {"rounds": 3, "local_steps": 2, "lr": 0.05, "engine": "inline", "checkpoint_every": 1}
     result = unskew.run(fed, model="logistic", out=folder, diagnose="gradients", **options)
     report = unskew.diagnose(fed, run=folder, curvature=False)
-    for row, place in ((result.history[1], report.places[1]), (result.history[2], report.places[2])):
+    for row, place in ((result.history[1], report.measurements[1]), (result.history[2], report.measurements[2])):
         for name, key in (("zeta2", "zeta2"), ("norm2", "gradient2"), ("sigma2_mean", "sigma2_mean")):
             assert row[f"gradients/{name}"] == pytest.approx(place.metrics[key], rel=1e-6)
     assert result.summary["gradients/sigma2_max"] == result.history[-1]["gradients/sigma2_max"]
@@ -317,10 +324,10 @@ def test_given_synthetic_data_are_checked_and_used():
     as_federation = unskew.diagnose(
         fed, synthetic=Federation.from_arrays([(x, y)] * 3, test=(x, y), classes=3, holdout=0.0), **options
     )
-    row = one.places[0].shares[0]
+    row = one.measurements[0].shares[0]
     assert row["zeta2"] == pytest.approx(row["zeta2_bound"], rel=1e-5)
     for other in (per_client, as_federation):
-        for name, value in other.places[0].shares[0].items():
+        for name, value in other.measurements[0].shares[0].items():
             assert value == (None if row[name] is None else pytest.approx(row[name], rel=1e-5)), name
     for wrong, words in [
         ([(x, y)] * 2, "2 synthetic sets for 3"),
@@ -357,18 +364,18 @@ def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
     x, y = fed.clients[0].x[:9, 0].numpy(), fed.clients[0].y[:9].numpy()
     write_images(tmp_path / "run" / "synthetic" / "data" / "train-0.parquet", x, y)
     options = {"model": "logistic", "curvature": False, "synthetic_fractions": [0.5]}
-    given = unskew.diagnose(fed, synthetic=(x, y), **options).places[0]
+    given = unskew.diagnose(fed, synthetic=(x, y), **options).measurements[0]
     for place in ("run", "run/synthetic", "run/synthetic/data/train-0.parquet"):
         found = unskew.diagnose(fed, synthetic=place, **options)
-        assert found.places[0].metrics["delta2"] == pytest.approx(given.metrics["delta2"], rel=1e-5)
-        assert found.facts["synthetic"].startswith("9 of the 9 images")
+        assert found.measurements[0].metrics["delta2"] == pytest.approx(given.metrics["delta2"], rel=1e-5)
+        assert found.details["synthetic"].startswith("9 of the 9 images")
     unskew.run(fed, model="logistic", rounds=1, local_steps=1, out="own", engine="inline")
-    assert unskew.diagnose(fed, run="own", curvature=False).facts["synthetic"] == POOL
+    assert unskew.diagnose(fed, run="own", curvature=False).details["synthetic"] == POOL
     (tmp_path / "run" / "synthetic").rename(tmp_path / "own" / "synthetic")
-    assert unskew.diagnose(fed, run="own", curvature=False).facts["synthetic"].startswith("9 of the 9 images")
+    assert unskew.diagnose(fed, run="own", curvature=False).details["synthetic"].startswith("9 of the 9 images")
     (tmp_path / "own" / "synthetic").rename(tmp_path / "run" / "synthetic")
     few = unskew.diagnose(fed, synthetic="run", samples=4, **options)
-    assert few.facts["synthetic"].startswith("4 of the 9 images")
+    assert few.details["synthetic"].startswith("4 of the 9 images")
     shown = call(capsys, "diagnose", "--clients", "3", "--model", "logistic", "--synthetic", "run", "--json").json()
     assert shown["synthetic"].startswith("9 of the 9 images")
     outcome = call(capsys, "diagnose", "--model", "logistic", "--synthetic", "nowhere")
@@ -381,7 +388,7 @@ def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
 def test_many_clients_are_sampled():
     fed = unskew.load_federation("digits", partition="iid", clients=60)
     report = unskew.diagnose(fed, model="logistic", sample_clients=7, samples=5, curvature=False)
-    assert (report.facts["clients"], report.facts["clients_measured"]) == (60, 7)
+    assert (report.details["clients"], report.details["clients_measured"]) == (60, 7)
 
 
 def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkeypatch):

@@ -113,7 +113,7 @@ class Cohort:
         setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)
         info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
         self.server = Server(ServerSetup(what, server_rule(what), spec, info))
-        self.server.state.moved = True  # otherwise two models are compared, of which the meta device has no numbers
+        self.server.state.changed = True  # otherwise two models are compared, of which the meta device has no numbers
         self.engine, self.clients = VectorizedEngine(setup), clients
 
     def train(self, round):

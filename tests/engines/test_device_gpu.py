@@ -81,7 +81,7 @@ def test_a_diagnosis_on_the_gpu_finds_what_it_finds_on_the_cpu():
     for device in ("cpu", "cuda"):
         torch.manual_seed(0)
         options = {"precision": "fp64", "device": device, "shares": [0.0, 0.5]}
-        found.append(unskew.diagnose(blobs([5, 23, 8]), model=SmallBatchNorm(), **options).places[0])
+        found.append(unskew.diagnose(blobs([5, 23, 8]), model=SmallBatchNorm(), **options).measurements[0])
     assert found[1].metrics == pytest.approx(found[0].metrics, rel=1e-6)
     for mine, theirs in zip(*(place.shares for place in found), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-6)

@@ -52,7 +52,7 @@ def expected(v, b, client):
         z = parts[4].reshape(CLASSES, HIDDEN) @ a + parts[5]
         loss += np.log(np.exp(z - z.max()).sum()) + z.max() - z[y]
         features[y] += a
-    return {"loss": loss, "features": features, "count": client.examples}
+    return {"loss": loss, "features": features, "count": client.num_samples}
 
 
 class Surveyor(unskew.ClientRule):

@@ -130,7 +130,7 @@ def test_no_field_of_a_deployed_run_acts_outside_of_it(here, made, capsys, examp
             used(capsys, sent, command)
             sites = LoopPlace(sent / "deployed", SITES, socket="/tmp/unused.sock")
             with watched(sent), contextlib.suppress(UnskewError):
-                resume(folder, tell=[].append, place=sites, rounds=3)
+                resume(folder, tell=[].append, location=sites, rounds=3)
             assert tree(outside) == before
         except Exception as error:
             failures.append(f"{command[0]}, {file}, {place}, {str(value)[:60]!r}: {error!r:.600}")
@@ -247,7 +247,7 @@ def test_the_identifier_of_a_run_is_no_path(here, made, run):
     write(sent / "deployment.json", {**read(sent / "deployment.json"), "run": run})
     place = LoopPlace(here / "deployed", SITES, socket="/tmp/unused.sock")
     with watched(sent), pytest.raises(CheckpointError, match="run: String should match pattern"):
-        resume(sent, tell=[].append, place=place, rounds=3)
+        resume(sent, tell=[].append, location=place, rounds=3)
 
 
 @pytest.mark.parametrize(

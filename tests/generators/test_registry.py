@@ -217,8 +217,8 @@ def test_an_interrupted_training_goes_on_bit_for_bit(kind, tmp_path, monkeypatch
     class Stop(Exception):
         pass
 
-    def stop(figures):
-        if figures["epoch"] == 3:
+    def stop(progress):
+        if progress["epoch"] == 3:
             raise Stop
 
     whole = generator_factory(spec)(GeneratorJob((1, 8, 8), 3, 7))
@@ -248,9 +248,9 @@ def test_a_shorter_training_is_an_earlier_checkpoint_of_a_longer_one(private, tm
     x, y = images()
     spec, wanted, checkpoints = TINY["ddpm"].replace("epochs=2;", ""), torch.tensor([0, 1, 2]), []
 
-    def keep(figures):
+    def keep(progress):
         # The checkpoint of the epoch before lies there when an epoch is reported.
-        if figures["epoch"] == 3:
+        if progress["epoch"] == 3:
             checkpoints.append((tmp_path / train_loop.STATE).read_bytes())
 
     generator_factory(spec, 5)(GeneratorJob((1, 8, 8), 3, 7, folder=tmp_path, report=keep, privacy=privacy)).fit(x, y)

@@ -90,7 +90,7 @@ def test_the_trend_is_the_mean_over_evaluated_rounds_also_after_a_resume(tmp_pat
 
 def test_iid_clients_may_get_so_many_samples_each():
     fed = unskew.load_federation("gaussians", partition="iid,each=50", clients=4, holdout=0, seed=1)
-    assert [c.examples for c in fed.clients] == [50] * 4
+    assert [c.num_samples for c in fed.clients] == [50] * 4
     other = unskew.load_federation("gaussians", partition="iid,each=50", clients=4, holdout=0, seed=2)
     assert not torch.equal(fed.clients[0].x, other.clients[0].x)
     owner = iid(np.zeros(100), 3, np.random.default_rng(0), each=7)

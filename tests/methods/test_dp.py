@@ -216,7 +216,7 @@ def test_an_update_that_is_not_finite_contributes_nothing(monkeypatch):
         name, summary, paper = "broken", "", ""
 
         def client_info(self, data):
-            return {"bad": torch.tensor(float(data.client.examples == 14))}
+            return {"bad": torch.tensor(float(data.client.num_samples == 14))}
 
         def transform_update(self, ctx, carry, delta):
             return torch.where(ctx.client_info["bad"] > 0, delta * torch.nan, delta)

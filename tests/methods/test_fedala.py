@@ -58,7 +58,7 @@ def papers_loop(fed, cohorts, eta, share):
     for round, cohort in enumerate(cohorts):
         for k, batches in cohort.items():
             clients[k].own = local(clients[k].initial_model(x, round), batches, SLOPE)
-        count = {k: float(fed.clients[k].examples) for k in cohort}
+        count = {k: float(fed.clients[k].num_samples) for k in cohort}
         x = sum(count[k] * clients[k].own for k in cohort) / sum(count.values())
     return x, clients
 

@@ -116,7 +116,7 @@ def test_a_run_is_a_plain_loop_with_the_global_model_in_eval_mode():
                 (functional.cross_entropy(logits, client.y) + beta * tau**2 * term).backward()
                 optimizer.step()
             for name in total:
-                total[name] += net.state_dict()[name] * client.examples / 52
+                total[name] += net.state_dict()[name] * client.num_samples / 52
         start = {**start, **total}
     for name in total:
         assert_close(mine[name].double(), start[name], TRAINING, msg=name)

@@ -64,7 +64,7 @@ def test_a_run_is_the_papers_loop(gamma, participation, tmp_path):
             start = own.get(k, with_personal_head()).clone()
             start[SHARED] = x[SHARED]
             own[k] = local(start, batches, lambda v, u, y, n=counts[k]: slope(v, u, y, n, gamma), LR, MOMENTUM, DECAY)
-        size = {k: fed.clients[k].examples for k in cohort}
+        size = {k: fed.clients[k].num_samples for k in cohort}
         x = x.clone()
         x[SHARED] = sum(size[k] * own[k][SHARED] for k in cohort) / sum(size.values())
     assert float((result.vector - x).abs().max()) < EXACT

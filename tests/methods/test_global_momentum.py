@@ -24,7 +24,7 @@ def test_a_run_is_the_papers_loop(method, participation, weights):
     x = initial()
     m = torch.zeros_like(x)
     for cohort in cohorts:
-        count = {k: float(fed.clients[k].examples) if weights == "samples" else 1.0 for k in cohort}
+        count = {k: float(fed.clients[k].num_samples) if weights == "samples" else 1.0 for k in cohort}
         p = {k: n / sum(count.values()) for k, n in count.items()}
         full = {k: slope(x, fed.clients[k].x.double(), fed.clients[k].y) for k in cohort}
         c = sum(p[k] * full[k] for k in cohort)

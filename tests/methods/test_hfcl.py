@@ -77,7 +77,7 @@ def test_rounds_with_delays_are_those_of_numpy(monkeypatch, method):
     def deliver(network, round, results):
         results = list(results)
         arrived = list(real(network, round, results))
-        events.append(([u.client for u in results], [(u.born, u.client) for u in arrived]))
+        events.append(([u.client for u in results], [(u.origin_round, u.client) for u in arrived]))
         return iter(arrived)
 
     monkeypatch.setattr(Network, "deliver", deliver)
@@ -93,7 +93,7 @@ def test_rounds_with_delays_are_those_of_numpy(monkeypatch, method):
         sent.append(v)
         if not arrived:
             continue
-        deltas = [world.local(sent[born], k) for born, k in arrived]
+        deltas = [world.local(sent[origin_round], k) for origin_round, k in arrived]
         p = np.array([n[k] for _, k in arrived])
         mean = v + sum(w * d for w, d in zip(p / p.sum(), deltas, strict=True))
         if method.startswith("fedft"):
@@ -103,10 +103,12 @@ def test_rounds_with_delays_are_those_of_numpy(monkeypatch, method):
             own = world.descend(v, x, np.eye(3)[y], 0.1, steps)
             v = v + (p.sum() * (mean - v) + n_s * (own - v)) / (p.sum() + n_s)
         else:
-            logits = [world.logits(sent[born] + d, x) for (born, _), d in zip(arrived, deltas, strict=True)]
+            logits = [
+                world.logits(sent[origin_round] + d, x) for (origin_round, _), d in zip(arrived, deltas, strict=True)
+            ]
             v = world.descend(mean, x, softmax(np.mean(logits, axis=0)), 0.2, 3)
     assert sum(len(arrived) for _, arrived in events) > 6
-    assert any(t != born for t, (_, arrived) in enumerate(events) for born, _ in arrived)
+    assert any(t != origin_round for t, (_, arrived) in enumerate(events) for origin_round, _ in arrived)
     assert_close(result.vector.numpy(), v, TRAINING)
 
 

@@ -45,7 +45,7 @@ def test_a_run_is_the_papers_loop(groups, blocks, participation, weights):
     method = unskew.method(f"ifca:groups={groups},spread=2,blocks={blocks}")
     result, cohorts = run(method, participation, fed, client_weighting=weights)
     models, counts = first_models(groups, 2.0), [0] * groups
-    count = {k: client.examples if weights == "samples" else 1 for k, client in enumerate(fed.clients)}
+    count = {k: client.num_samples if weights == "samples" else 1 for k, client in enumerate(fed.clients)}
     seen = set()
     for cohort in cohorts[:4]:
         models, chosen = paper_round(fed, models, cohort, count)

@@ -58,7 +58,7 @@ def test_a_client_with_more_samples_than_the_capacity_stores_some_of_its_own(tmp
     train("knnper:capacity=8", fed, out=tmp_path / "run")
     for client, data in enumerate(fed.clients):
         head = open_run(tmp_path / "run", client_number=client, model=two_layers()).module.get_submodule("2")
-        count = min(8, data.examples)
+        count = min(8, data.num_samples)
         assert int((head.labels > 0).sum()) == count
         with torch.no_grad():
             a = torch.tanh(

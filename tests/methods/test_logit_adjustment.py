@@ -50,7 +50,7 @@ def test_a_run_is_the_papers_loop(method, adjust, participation):
                 return torch.func.grad(lambda v: cross_entropy(adjust(logits(v, inputs), counts), y))(v)
 
             ends[k] = local(x, batches, slope)
-        sizes = {k: fed.clients[k].examples for k in ends}
+        sizes = {k: fed.clients[k].num_samples for k in ends}
         x = sum(sizes[k] * end for k, end in ends.items()) / sum(sizes.values())
     assert float((result.vector - x).abs().max()) < EXACT
 

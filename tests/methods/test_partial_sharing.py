@@ -57,7 +57,7 @@ def test_a_run_is_the_papers_loop(name, participation, tmp_path):
     result, cohorts = run(name, participation, fed, two_layers(), out=tmp_path / "run")
     x, own, part = flat(two_layers()), {}, PARTS[name]
     for cohort in cohorts:
-        count = {k: 1.0 if name == "lgfedavg" else float(fed.clients[k].examples) for k in cohort}
+        count = {k: 1.0 if name == "lgfedavg" else float(fed.clients[k].num_samples) for k in cohort}
         for k, batches in cohort.items():
             start = own.get(k, flat(two_layers())).clone()
             start[part] = x[part]

@@ -26,7 +26,7 @@ slope = torch.func.grad(loss)
 
 def mean(models, fed, uniform=False):
     """The mean of clients' models, uniform or weighted by samples."""
-    count = {k: 1.0 if uniform else float(fed.clients[k].examples) for k in models}
+    count = {k: 1.0 if uniform else float(fed.clients[k].num_samples) for k in models}
     return sum(n * models[k] for k, n in count.items()) / sum(count.values())
 
 

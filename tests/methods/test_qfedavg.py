@@ -28,7 +28,7 @@ def test_a_run_is_the_papers_loop(q, participation, weights):
     for cohort in cohorts:
         numerator, denominator = torch.zeros_like(x), 0.0
         for k, batches in cohort.items():
-            w = fed.clients[k].examples if weights == "samples" else 1
+            w = fed.clients[k].num_samples if weights == "samples" else 1
             d = (x - local(x, batches, slope)) / LR
             f = loss(x, fed.clients[k].x.double(), fed.clients[k].y) + SMALLEST
             numerator += w * f**q * d

@@ -119,7 +119,7 @@ class EpochSteps(ClientRule):
     def end(self, ctx, carry, v):
         ctx.upload["steps"] = ctx.epoch_steps
 
-    def server_init(self, v, facts):
+    def server_init(self, v, federation_info):
         return {"sum": torch.zeros((), dtype=v.dtype)}
 
     def server_update(self, state, updates):

@@ -119,7 +119,7 @@ def test_the_masks_of_a_client_are_those_of_its_seed():
     options = {"rounds": 1, "local_steps": 1, "batch_size": 20, "lr": 0.1, "seed": 3, "engine": "inline"}
     result = unskew.run(fed, model=module, **options)
     client = fed.clients[0]
-    order = torch.randperm(client.examples, generator=torch.Generator().manual_seed(derive(3, "batches", 0, 0)))
+    order = torch.randperm(client.num_samples, generator=torch.Generator().manual_seed(derive(3, "batches", 0, 0)))
     torch.manual_seed(derive(3, "model draws", 0, 0))
     x = client.x[order]
     if fed.normalization is not None:

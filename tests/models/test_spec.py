@@ -158,7 +158,7 @@ def test_clipping_equals_torch():
 
 
 @pytest.mark.parametrize(
-    ("training", "examples", "expected"),
+    ("training", "num_samples", "expected"),
     [
         (Training(local_epochs=2, batch_size=4), 10, [4, 4, 2, 4, 4, 2]),
         (Training(local_epochs=2, batch_size=4, drop_last=True), 10, [4, 4, 4, 4]),
@@ -167,15 +167,15 @@ def test_clipping_equals_torch():
         (Training(local_steps=3, batch_size=64), 10, [10, 10, 10]),
     ],
 )
-def test_batches_are_those_of_a_reshuffled_data_loader(training, examples, expected):
-    plan = BatchPlan(training, examples, seed=0, round=1, client=2)
+def test_batches_are_those_of_a_reshuffled_data_loader(training, num_samples, expected):
+    plan = BatchPlan(training, num_samples, seed=0, round=1, client=2)
     assert [len(i) for i in plan.batches] == expected
-    assert training.steps(examples, 2) == len(expected)
-    per_epoch = len(training.cuts(examples))
+    assert training.steps(num_samples, 2) == len(expected)
+    per_epoch = len(training.cuts(num_samples))
     for first in range(0, len(plan.batches) - per_epoch + 1, per_epoch):
         epoch = torch.cat(plan.batches[first : first + per_epoch])
         assert len(set(epoch.tolist())) == len(epoch)
-    again, other = BatchPlan(training, examples, 0, 1, 2), BatchPlan(training, examples, 0, 1, 5)
+    again, other = BatchPlan(training, num_samples, 0, 1, 2), BatchPlan(training, num_samples, 0, 1, 5)
     assert all(torch.equal(a, b) for a, b in zip(plan.batches, again.batches, strict=True))
     assert any(not torch.equal(a, b) for a, b in zip(plan.batches, other.batches, strict=True))
 

@@ -82,7 +82,7 @@ class Doubled(DataRule):
     def client_payload(self, prepared, seed, workspace):
         return ClientPayloads({c.id: {"x": torch.zeros(10, dtype=torch.uint8)} for c in prepared.federation.clients})
 
-    def server_payload(self, sent, facts, seed):
+    def server_payload(self, sent, federation_info, seed):
         return ServerPayload({k: {"x": torch.zeros(20, dtype=torch.uint8)} for k in sent})
 
     def apply_payload(self, client, share):

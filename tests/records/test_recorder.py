@@ -48,10 +48,10 @@ def test_accuracy_per_client_by_hand():
     scores = judge.evaluate_clients(v, b, most=1000, seed=0)
     np.testing.assert_allclose(scores.accuracies, [3 / 4, 0, 1, 2 / 3])
     assert scores.measured_on == "the clients' held-out data"
-    figures = scores.figures("client", metric_info("accuracy"))
-    mean = figures["client_accuracy_mean"]
+    metrics = scores.metrics("client", metric_info("accuracy"))
+    mean = metrics["client_accuracy_mean"]
     assert mean == pytest.approx((3 / 4 + 0 + 1 + 2 / 3) / 4), "each client counts once, whatever its size"
-    assert figures["client_accuracy_worst"] == 0
+    assert metrics["client_accuracy_worst"] == 0
 
 
 def test_worst_decile_by_hand():
@@ -61,13 +61,13 @@ def test_worst_decile_by_hand():
         (list(np.arange(29)[::-1] / 29), (0 + 1 / 29) / 2),
         (list(np.arange(30) / 30), (0 + 1 / 30 + 2 / 30) / 3),
     ):
-        figures = ClientScores(np.array(values), "").figures("client", metric_info("accuracy"))
-        assert figures["client_accuracy_worst_decile"] == pytest.approx(expected)
-        losses = ClientScores(np.zeros(len(values)), "", -np.array(values)).figures("client", metric_info("loss"))
+        metrics = ClientScores(np.array(values), "").metrics("client", metric_info("accuracy"))
+        assert metrics["client_accuracy_worst_decile"] == pytest.approx(expected)
+        losses = ClientScores(np.zeros(len(values)), "", -np.array(values)).metrics("client", metric_info("loss"))
         assert losses["client_loss_worst_decile"] == pytest.approx(-expected), (
             "where lower is better, the highest count"
         )
-    empty = ClientScores(np.zeros(0), "nothing").figures("client", metric_info("accuracy"))
+    empty = ClientScores(np.zeros(0), "nothing").metrics("client", metric_info("accuracy"))
     assert set(empty.values()) == {None}
 
 
@@ -206,7 +206,7 @@ def test_average_of_statistics_by_hand():
     for client in fed.clients:
         z = module.conv(client.x).permute(1, 0, 2, 3).flatten(1)
         b.append(torch.cat([0.1 * z.mean(1), 0.9 + 0.1 * z.var(1)]).detach())
-        sizes.append(client.examples)
+        sizes.append(client.num_samples)
     expected = sum(n * each for n, each in zip(sizes, b, strict=True)) / sum(sizes)
     assert_close(stats(trained), expected, FEW)
 
@@ -296,7 +296,7 @@ def test_method_figures_are_in_the_metrics(tmp_path):
     class Counting(unskew.ServerRule):
         name, summary, paper = "counting", "", ""
 
-        def init(self, v, facts):
+        def init(self, v, federation_info):
             return {"v": v, "n": torch.zeros(())}
 
         def step(self, state, updates):

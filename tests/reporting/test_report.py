@@ -27,7 +27,7 @@ from unskew.measurements.label_skew import label_skew_metrics
 from unskew.plots.curves import prevalence
 from unskew.reporting.label_distribution import distribution_of, heat_map, skew_statistics
 from unskew.reporting.page import csp_hash, escape_script
-from unskew.reporting.run_description import method_facts
+from unskew.reporting.run_description import method_details
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import Cell, Table
@@ -125,7 +125,7 @@ def test_who_holds_what_is_what_the_federation_holds(page):
         wanted["label_distance_mean"]
     )
     assert found["effective number of classes per client, mean"] == pytest.approx(wanted["effective_classes"])
-    assert held["figures"]["effective number of clients"] == pytest.approx(wanted["effective_clients"], rel=1e-5)
+    assert held["statistics"]["effective number of clients"] == pytest.approx(wanted["effective_clients"], rel=1e-5)
 
 
 def test_many_clients_and_classes_become_few_rows_and_columns():
@@ -213,7 +213,7 @@ def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, li
     assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
     assert "evil.Method:x=<img src=y>" in page.column("runs", "method")
     assert "evil" not in sys.modules
-    assert [fact.name for fact in method_facts("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
+    assert [fact.name for fact in method_details("evil.Method+fedprox:mu=1")] == ["evil.Method", "fedprox"]
 
 
 def test_a_title_and_the_units_are_text(compared, tmp_path, light):
@@ -379,7 +379,7 @@ def test_of_language_models_losses_count(run, light):
     page = Page(unskew.report(run).read_text())
     assert page.column("comparison", "perplexity") == [3.5]
     assert page.column("comparison", "loss, best round") == [1.25]
-    assert list(page.data["parts"][0]["curves"]["figures"]) == ["loss", "perplexity", "accuracy"]
+    assert list(page.data["parts"][0]["curves"]["metric_titles"]) == ["loss", "perplexity", "accuracy"]
     assert page.data["parts"][0]["curves"]["target"] is None
     assert "target" not in page.tables
 

@@ -22,10 +22,10 @@ def summed(updates, **fields):
     """The sum of some updates, as secure aggregation opens it."""
     uploads = [update.upload for update in updates]
     made = SummedUpdate(
-        born=0,
+        origin_round=0,
         clients=tuple(update.client for update in updates),
         unusable=(),
-        examples=sum(update.examples for update in updates),
+        num_samples=sum(update.num_samples for update in updates),
         weight=sum(update.weight for update in updates),
         delta=sum(update.weight * update.delta for update in updates),
         buffers=sum(update.weight * update.buffers for update in updates),

@@ -72,10 +72,10 @@ PLACES = [
     *((key,) for key in ("format", "round", "rules", "skipped", "last", "version", "sent", "traffic", "waiting")),
     *((key,) for key in ("in_flight", "clock", "extra", "files")),
     *(("traffic", key) for key in ("up", "reports", "clients")),
-    *(("waiting", key) for key in ("count", "weight", "examples", "updates")),
+    *(("waiting", key) for key in ("count", "weight", "num_samples", "updates")),
     *(("extra", key) for key in ("config", "data", "seconds", "frozen", "delays")),
     *(("extra", "config", key) for key in ("method", "lr", "network", "rounds", "text")),
-    *(("in_flight", 0, key) for key in ("client", "born", "weight", "metrics", "arrived", "version")),
+    *(("in_flight", 0, key) for key in ("client", "origin_round", "weight", "metrics", "arrived", "version")),
     ("in_flight", 0),
     ("files", "server.safetensors"),
 ]

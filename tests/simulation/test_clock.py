@@ -57,7 +57,7 @@ def by_hand(size, rounds, deadline, late_counts):
             if client not in flying:
                 flying[client] = (now + seconds, t)
         end = min(now + deadline, max(time for time, _ in flying.values()))
-        arrived = {client: t - born for client, (time, born) in flying.items() if time <= end}
+        arrived = {client: t - origin_round for client, (time, origin_round) in flying.items() if time <= end}
         late = len(flying) - len(arrived)
         flying = {client: event for client, event in flying.items() if client not in arrived and late_counts}
         now = end

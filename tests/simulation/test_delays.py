@@ -94,8 +94,8 @@ def test_no_client_has_two_updates_on_their_way_and_arrivals_are_in_a_fixed_orde
             assert client not in flying
             flying[client] = t
         assert spy.back[t] == sorted(spy.back[t])
-        for born, client in spy.back[t]:
-            assert flying.pop(client) == born
+        for origin_round, client in spy.back[t]:
+            assert flying.pop(client) == origin_round
     assert any(len(back) > 1 and back[0][0] < back[-1][0] for back in spy.back.values())
 
 
@@ -226,7 +226,7 @@ def test_a_model_that_many_were_sent_is_kept_once(tmp_path):
     held = load_file(tmp_path / "a" / "checkpoints" / "0000005" / "server.safetensors")
     kept = [name for name in held if name.startswith("sent/")]
     manifest = read_manifest(tmp_path / "a" / "checkpoints" / "0000005")
-    assert len(kept) == len({born for _, born in manifest["sent"].values()}) < len(manifest["sent"])
+    assert len(kept) == len({origin_round for _, origin_round in manifest["sent"].values()}) < len(manifest["sent"])
     torch.manual_seed(0)
     rest = unskew.resume(tmp_path / "a", federation=blobs(SIZES), model=SmallBatchNorm(), rounds=9)
     assert torch.equal(rest.vector, whole.vector)

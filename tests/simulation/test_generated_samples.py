@@ -58,18 +58,18 @@ class Toy:
 
     def train(self, broadcasts):
         for one in broadcasts:
-            made = {"x": torch.full((1, 1, 2, 2), 0.5), "y": torch.tensor([0])} if one.show else {}
-            yield an_update(one.client, torch.ones(1), one.round, made=made)
+            made = {"x": torch.full((1, 1, 2, 2), 0.5), "y": torch.tensor([0])} if one.carry_of else {}
+            yield an_update(one.client, torch.ones(1), one.round, carry=made)
 
 
 def test_only_the_first_clients_of_the_last_round_are_asked():
     fed = blobs([4])
     rule = unskew.method("fedcog").client
-    samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, most=3)
+    samples = GeneratedSamplesRecorder(Toy(), rule, fed, round=5, max_clients=3)
     for t in (4, 5):
         broadcasts = [broadcast(t, k) for k in (9, 2, 7, 4)]
         assert [update.client for update in samples.train(broadcasts)] == [9, 2, 7, 4]
-        assert set(samples.made) == (set() if t == 4 else {9, 2, 7})
+        assert set(samples.carries) == (set() if t == 4 else {9, 2, 7})
 
 
 def test_a_longer_run_draws_its_own_last_round(tmp_path):

@@ -105,7 +105,7 @@ def test_personal_accuracy_equals_a_plain_torch_loop(buffers):
         if buffers == "reset":
             module.norm.reset_running_stats()
         optimizer = torch.optim.SGD(module.train().parameters(), lr=0.05, momentum=0.5, weight_decay=0.01)
-        for index in BatchPlan(training, client.examples, 4, 3, k).batches:
+        for index in BatchPlan(training, client.num_samples, 4, 3, k).batches:
             optimizer.zero_grad()
             torch.nn.functional.cross_entropy(module(client.x[index].double()), client.y[index]).backward()
             optimizer.step()
@@ -224,7 +224,7 @@ def test_without_held_out_data_a_personal_model_is_weighed_by_its_clients_classe
         assert found == near((q * correct).sum() / (q * total).sum())
     assert len(set(scores.accuracies)) == 3
     assert scores.measured_on == "the test set, weighted by the clients' classes"
-    std = scores.figures("personal", metric_info("accuracy"))["personal_accuracy_std"]
+    std = scores.metrics("personal", metric_info("accuracy"))["personal_accuracy_std"]
     assert std == pytest.approx(np.sqrt(np.mean((scores.accuracies - np.mean(scores.accuracies)) ** 2)))
 
 
@@ -232,8 +232,8 @@ def test_with_held_out_data_only_these_count():
     judge, v, b = evaluator(held_out(([0, 1, 2, 2], [0, 1, 2, 0]), ([2, 1], [2, 2])))
     scores = judge.evaluate_clients(v, b, 1000, 0, lambda ids: ((v, b) for _ in ids))
     assert scores.accuracies.tolist() == [0.75, 0.5]
-    assert scores.figures("personal", metric_info("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
-    assert judge.evaluate_clients(v, b, 0, 0).figures("client", metric_info("accuracy"))["client_accuracy_std"] is None
+    assert scores.metrics("personal", metric_info("accuracy"))["personal_accuracy_std"] == pytest.approx(0.125)
+    assert judge.evaluate_clients(v, b, 0, 0).metrics("client", metric_info("accuracy"))["client_accuracy_std"] is None
 
 
 # ---- how it is shown ---------------------------------------------------------------------------------------------------

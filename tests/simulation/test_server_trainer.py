@@ -60,7 +60,7 @@ class Tuned(Center):
         moved = super().step({"v": state["v"] + updates.aggregate.delta}, updates)
         return {**moved, "stale": torch.ones(updates.round + 1)}
 
-    def init(self, v, facts):
+    def init(self, v, federation_info):
         """A state that grows."""
         return {"v": v, "stale": torch.ones(0)}
 

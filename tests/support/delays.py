@@ -14,7 +14,7 @@ class Arrivals:
             results = list(results)
             self.out[round] = [u.client for u in results]
             arrived = list(real(network, round, results))
-            self.back[round] = [(u.born, u.client) for u in arrived]
+            self.back[round] = [(u.origin_round, u.client) for u in arrived]
             return iter(arrived)
 
         monkeypatch.setattr(Network, "deliver", deliver)

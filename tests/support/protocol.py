@@ -26,9 +26,11 @@ def broadcast(round, client, **fields):
 
 
 def an_update(client=0, delta=NOTHING, round=0, weight=1.0, buffers=NOTHING, upload=None, **fields):
-    filled = {"examples": 1, "state": ClientState(), "metrics": {}, "arrived": round, **fields}
+    filled = {"num_samples": 1, "state": ClientState(), "metrics": {}, "arrived": round, **fields}
     delta, buffers = (t if isinstance(t, torch.Tensor) else torch.tensor(t) for t in (delta, buffers))
-    return Update(client=client, born=round, weight=weight, delta=delta, buffers=buffers, upload=upload or {}, **filled)
+    return Update(
+        client=client, origin_round=round, weight=weight, delta=delta, buffers=buffers, upload=upload or {}, **filled
+    )
 
 
 def some_updates(single, round=0, v=NOTHING, b=NOTHING, spec=None, key=None, one_by_one=frozenset(), **fields):

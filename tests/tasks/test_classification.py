@@ -159,17 +159,17 @@ def test_figures_equal_those_of_scikit_learn(n):
     for average in ("macro", "micro"):
         expected = precision_recall_fscore_support(y, predicted, average=average, zero_division=0)
         names = [f"{average}_{name}" for name in ("precision", "recall", "f1")]
-        assert [found.figures[name] for name in names] == near(expected[:3])
+        assert [found.metrics[name] for name in names] == near(expected[:3])
     by_sample = precision_recall_fscore_support(y, predicted, average="samples", zero_division=0)
-    assert found.figures["samples_f1"] == near(by_sample[2])
-    assert set(found.figures) == set(TASK.figures)
+    assert found.metrics["samples_f1"] == near(by_sample[2])
+    assert set(found.metrics) == set(TASK.extra_metrics)
     assert found.accuracy == near((predicted == y).mean())
 
 
 def test_nothing_predicted_and_nothing_there_is_zero():
     x, y = -np.ones((4, 2), np.float32), np.zeros((4, 2))
     found = score(x, y)[1]
-    assert found.figures == dict.fromkeys(TASK.figures, 0.0)
+    assert found.metrics == dict.fromkeys(TASK.extra_metrics, 0.0)
     assert found.accuracy == 1.0
 
 
@@ -178,11 +178,11 @@ def test_clients_are_measured_on_what_they_hold_out_or_not_at_all():
     clients = [(x, y, x, y), (x, y, -x, y), (x, y, x[:1], y[:1])]
     judge, _, vector = score(x, y, clients)
     np.testing.assert_allclose(judge.evaluate_clients(*vector, most=10, seed=0).accuracies, [0.5, 0.5, 1.0])
-    own = judge.evaluate_clients(*vector, most=10, seed=0, own=lambda clients: [vector] * len(clients))
+    own = judge.evaluate_clients(*vector, most=10, seed=0, personal_models=lambda clients: [vector] * len(clients))
     np.testing.assert_allclose(own.accuracies, [0.5, 0.5, 1.0])
     judge, _, vector = score(x, y, [(x, y)])
     for given in (None, lambda clients: [vector] * len(clients)):
-        none = judge.evaluate_clients(*vector, most=10, seed=0, own=given)
+        none = judge.evaluate_clients(*vector, most=10, seed=0, personal_models=given)
         assert len(none.accuracies) == 0
         assert none.measured_on == "nothing, because no client holds out any samples"
 
@@ -191,7 +191,7 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
     fed = federation(holdout=0.2)
     result = train("fedavg", fed=fed, rounds=4, eval_every=2, out=tmp_path / "run")
     rows, summary = result.history, result.summary
-    for name in TASK.figures:
+    for name in TASK.extra_metrics:
         assert rows[0][name] is None
         assert rows[3][name] == summary[name]
         assert 0 < summary[name] <= 1
@@ -209,7 +209,7 @@ def test_figures_stand_in_rows_summary_and_tables(tmp_path):
 
 def test_one_class_per_sample_has_no_such_figures():
     result = unskew.run(model="logistic", rounds=1, clients=3, engine="inline")
-    assert not {*TASK.figures, "best_micro_f1"} & {*result.history[0], *result.summary}
+    assert not {*TASK.extra_metrics, "best_micro_f1"} & {*result.history[0], *result.summary}
     assert "F1" not in shown(summary_table(result.summary))
 
 

@@ -328,7 +328,9 @@ def test_every_metric_has_one_entry_with_its_direction():
     from unskew.tasks.metrics import METRICS
     from unskew.tasks.registry import TASKS
 
-    named = {*METRICS, *(name for task in TASKS.values() for name in (task.scored, "loss", *task.figures))} - {"recall"}
+    named = {*METRICS, *(name for task in TASKS.values() for name in (task.scored, "loss", *task.extra_metrics))} - {
+        "recall"
+    }
     assert named <= set(KNOWN_METRICS)
     lower = {name for name, one in KNOWN_METRICS.items() if one.lower_is_better}
     assert lower == {"loss", "mae", "rmse", "perplexity", "ece", "brier"}
@@ -342,7 +344,7 @@ def test_the_report_shows_it_first(fed, tmp_path):
     )  # fmt: skip
     text = Path(unskew.report(tmp_path / "c")).read_text()
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])["parts"][0]
-    assert next(iter(data["curves"]["figures"])) == "auprc"
+    assert next(iter(data["curves"]["metric_titles"])) == "auprc"
     assert data["curves"]["scored"] == "auprc"
     assert next(iter(data["boxes"])) == "auprc"
     assert {"auprc", "auroc", "cost", "accuracy", "loss"} <= set(data["boxes"])

@@ -66,7 +66,7 @@ def test_spaces_are_read(text, expected):
 
 def test_whole_numbers_are_known_by_what_the_option_takes():
     found = user_spaces({"local_steps": "1:8", "lr": "1:8", "fedbuff.buffer_size": "2:4"}, ["fedbuff"], {})
-    assert [space.whole for space in found.values()] == [True, False, True]
+    assert [space.integer for space in found.values()] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def spaces_of_own_rule(tmp_path, monkeypatch, spaces):
 @pytest.mark.parametrize(
     ("spaces", "expected"),
     [
-        ('{"share": "0.1:1", "times": "1:4"}', {"share": RangeSpace(0.1, 1), "times": RangeSpace(1, 4, whole=True)}),
+        ('{"share": "0.1:1", "times": "1:4"}', {"share": RangeSpace(0.1, 1), "times": RangeSpace(1, 4, integer=True)}),
         ('{"share": "0.1:1:log", "times": [1, 4]}', {"share": log_range(0.1, 1), "times": one_of(1, 4)}),
         ('{"share": "0.1|0.2", "times": {"low": 1, "high": 4}}', {"share": one_of(0.1, 0.2), "times": uniform_range(1, 4)}),
     ],

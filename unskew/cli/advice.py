@@ -102,7 +102,7 @@ def print_trial(console: Console, trial: AdviceTrial) -> None:
     for name in ("method", "rounds", f"test {trial.figure}", "fedavg's", "advice"):
         table.add_column(name, justify="left" if name in ("method", "advice") else "right", overflow="fold")
     for tried in trial.tried:
-        figures = (format_number(value) for value in (tried.accuracy, tried.baseline))
-        table.add_row(tried.method, str(tried.rounds), *figures, VERDICTS[tried.held])
+        values = (format_number(value) for value in (tried.accuracy, tried.baseline))
+        table.add_row(tried.method, str(tried.rounds), *values, VERDICTS[tried.held])
     console.print(table)
     console.print(trial.verdict(), highlight=False)

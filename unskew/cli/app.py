@@ -289,7 +289,7 @@ def resume(
     where = location.options if deployed else []
     again = shlex.join(["unskew", "resume", str(folder), *where, *(["--trust-code"] if trust_code else [])])
     with exit_on_signal(folder, again), make_progress(console) as progress:
-        go_on = functools.partial(resume_deployed, place=location) if deployed else resume_run
+        go_on = functools.partial(resume_deployed, location=location) if deployed else resume_run
         result = go_on(folder, callbacks=[ProgressLine(progress, folder.name)], trust_code=trust_code, **changes)
     show(result, folder, console, as_json)
 

@@ -89,9 +89,9 @@ class MethodRows(Table):
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         omit_empty_columns(self, console)
         self.columns[0].width, self.padding = 0, (0, 1)
-        figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
+        width = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
         for spread in (" ± ", "\n± "):  # headers may break between words, then values before their spread
-            if figures + self.least <= options.max_width:
+            if width + self.least <= options.max_width:
                 break
             for column in self.columns[1:]:
                 column._cells = [
@@ -100,9 +100,9 @@ class MethodRows(Table):
                 lines = [line for cell in column.cells for line in as_text(cell, console).plain.split("\n")]
                 column.width = max(map(len, [*lines, *str(column.header).split()]))
             self.padding = (0, 1, 0, 0)
-            figures = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
-        self.columns[0].width = min(self.most, max(self.least, options.max_width - figures))
-        if figures + self.least > options.max_width:
+            width = super().__rich_measure__(console, options.update(max_width=10_000)).maximum
+        self.columns[0].width = min(self.most, max(self.least, options.max_width - width))
+        if width + self.least > options.max_width:
             yield from stacked_below(self, console)
         else:
             yield from super().__rich_console__(console, options)
@@ -225,16 +225,16 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     """
     judge = objective or metric_info("accuracy")
     title = f"Rounds and traffic to {value_text(judge, target)} test {judge.title}"
-    figures = ["rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %"]
+    columns = ["rounds", "speed-up", "over", "MB, all clients", "saving over fedavg, %"]
     timed = any(row.seconds is not None for row in rows)
-    figures += ["seconds to target"] if timed else []
-    table = MethodRows(title, (row.method for row in rows), *figures)
+    columns += ["seconds to target"] if timed else []
+    table = MethodRows(title, (row.method for row in rows), *columns)
     for row in rows:
         faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
         saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
         rounds = f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}"
         cells = [rounds, faster, row.against or "", format_megabytes(row.bytes), saving, format_number(row.seconds)]
-        table.add_row(MethodExpressionCell(row.method), *cells[: len(figures)])
+        table.add_row(MethodExpressionCell(row.method), *cells[: len(columns)])
     return table
 
 
@@ -321,8 +321,8 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
     title = f"{judge.heading}{unit_text(judge)} on the clients' own data, last round"
-    figures = ("model", "mean", "std over clients", "worst decile", "worst client")
-    table = MethodRows(title, map(method_title, rows), *figures)
+    columns = ("model", "mean", "std over clients", "worst decile", "worst client")
+    table = MethodRows(title, map(method_title, rows), *columns)
     for row in rows:
         for whose, label in CLIENT_MODELS.items():
             keys = [f"{whose}_{scored}_{name}" for name in OVER_CLIENTS]

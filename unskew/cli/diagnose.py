@@ -153,15 +153,16 @@ def diagnose(
         if plot is not None:
             report.plot(plot)
         return
-    facts = report.facts
+    overview = report.details
     console.print(
-        f"{facts['data']}, {facts['partition']}, {facts['clients_measured']} of {facts['clients']} clients, "
-        f"{facts['model']} with {facts['parameters']:,} parameters",
+        f"{overview['data']}, {overview['partition']}, "
+        f"{overview['clients_measured']} of {overview['clients']} clients, "
+        f"{overview['model']} with {overview['parameters']:,} parameters",
         highlight=False,
     )
     console.print(sites_table(report.sites, SITES_SHOWN))
-    for line in (report.summary(), *facts["leaks"]):
-        console.print(line, highlight=False, soft_wrap=line in facts["leaks"])
+    for line in (report.summary(), *overview["leaks"]):
+        console.print(line, highlight=False, soft_wrap=line in overview["leaks"])
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)

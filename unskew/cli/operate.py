@@ -66,7 +66,9 @@ def sites(folder: RunFolder, as_json: AsJson = False) -> None:
     table = Table("client", "site", "key", "unskew", "connected", "last reply", "rounds", "invalid replies", "excluded")
     for site in site_reports:
         words = [str(site["client"]), site["site"], site["key"], site["version"], "yes" if site["connected"] else "no"]
-        table.add_row(*words, _age(site["seen"]), str(site["answered"]), str(site["faults"]), "yes" * site["excluded"])
+        table.add_row(
+            *words, _age(site["seen"]), str(site["updates_received"]), str(site["faults"]), "yes" * site["excluded"]
+        )
     console_for().print(table)
 
 

@@ -171,8 +171,8 @@ class ProgressLine(Callback):
             usual = ("accuracy", "r2", "loss")
             own = dict.fromkeys([*(f"validation_{metric}" if self.held_out else metric for metric in usual), name])
             names = (*own, "train_loss") if self.global_model else ("train_loss",)
-            figures = (f"{metric} {row[metric]:.4f}" for metric in names if row.get(metric) is not None)
-            text = f"{self.title}: round {row['round']}, {', '.join(figures)}, {row['seconds']:.1f} s"
+            values = (f"{metric} {row[metric]:.4f}" for metric in names if row.get(metric) is not None)
+            text = f"{self.title}: round {row['round']}, {', '.join(values)}, {row['seconds']:.1f} s"
             self.progress.console.print(text, markup=False, highlight=False)
 
     def warn(self, text: str) -> None:

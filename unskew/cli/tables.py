@@ -161,8 +161,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
     if metrics := secondary_metrics(summary):
-        figures = ", ".join(f"{metric.title} {value_text(metric, summary[metric.name])}" for metric in metrics)
-        lines.insert(2, ("test set, last round", figures))
+        values = ", ".join(f"{metric.title} {value_text(metric, summary[metric.name])}" for metric in metrics)
+        lines.insert(2, ("test set, last round", values))
     if summary.get("target") is not None:
         reached = summary["rounds_to_target"]
         title = f"rounds to {value_text(judge, summary['target'])}"
@@ -298,9 +298,9 @@ def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[st
         conflicts: Names of the methods that it conflicts with, by reason.
     """
     reads = {"sum": "sums of updates", "individual": "single updates"}[row["needs"]]
-    facts = f"slots: {', '.join(row['slots'])}; the server reads {reads}; tasks: {', '.join(row['tasks'])}"
+    details = f"slots: {', '.join(row['slots'])}; the server reads {reads}; tasks: {', '.join(row['tasks'])}"
     delays = "supported" if row["delays"] else "not supported"
-    console.print(f"{row['name']}: {row['summary']} ({row['paper']})\n{facts}; delays: {delays}", highlight=False)
+    console.print(f"{row['name']}: {row['summary']} ({row['paper']})\n{details}; delays: {delays}", highlight=False)
     table = ReflowTable()
     for name in ("option", "default", "meaning"):
         table.add_column(name)
@@ -341,8 +341,8 @@ def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:
         # Users write patterns for layer names, so names are wrapped and never truncated.
         table.add_column(name, footer=sizes.get(name, ""), justify="right" if right else "left", overflow="fold")
     for row in layers:
-        figures = (f"{row['parameters']:,}", f"{row['buffers']:,}")
-        table.add_row(str(row["layer"]), row["name"], ", ".join(row["with"]), *figures, row["part"])
+        values = (f"{row['parameters']:,}", f"{row['buffers']:,}")
+        table.add_row(str(row["layer"]), row["name"], ", ".join(row["with"]), *values, row["part"])
     return table
 
 

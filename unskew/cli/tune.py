@@ -177,8 +177,8 @@ def tuned_table(result: TuningResult) -> Table:
     """Build the table of the tuned options of each method."""
     from unskew.cli.comparison_tables import MethodRows
 
-    figures = {tuned.judged_by for tuned in result.tuned.values()}
-    title = f"Tuned on {', '.join(sorted(figures))}"
+    metric_names = {tuned.judged_by for tuned in result.tuned.values()}
+    title = f"Tuned on {', '.join(sorted(metric_names))}"
     table = MethodRows(
         title, list(result.tuned), "as configured", "tuned", "finished", "ended early", "failed", "options"
     )

@@ -19,14 +19,17 @@ WHOLE = ("clients", "seed", "rounds", "parameters")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
 Spread = tuple[float, float]
 Summary = Mapping[str, Any]
-FIGURES = {*chain.from_iterable((*task.figures, *task.lower_is_better) for task in TASKS.values()), "best_loss"} - {
-    "loss"
-}
+COMPARED_METRICS = {
+    *chain.from_iterable((*task.extra_metrics, *task.lower_is_better) for task in TASKS.values()),
+    "best_loss",
+} - {"loss"}
 
 
 def is_metric(name: str) -> bool:
     """Return whether a key of a summary is a metric of the task or a requested metric."""
-    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint({*FIGURES, *METRICS, WORST})
+    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint(
+        {*COMPARED_METRICS, *METRICS, WORST}
+    )
 
 
 def std_key(name: str) -> str:
@@ -143,10 +146,10 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     Raises:
         CheckpointError: If a metric is missing or is not a number.
     """
-    figures = set(filter(is_metric, summary))
+    metric_names = set(filter(is_metric, summary))
     scored = primary_metric_name(summary)
     needed = (scored, f"best_{scored}")
-    optional = {*averaged_keys(summary), *figures} - set(needed)
+    optional = {*averaged_keys(summary), *metric_names} - set(needed)
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
         (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),

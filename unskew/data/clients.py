@@ -55,12 +55,12 @@ class ClientData:
     y_test: Tensor
 
     @property
-    def examples(self) -> int:
+    def num_samples(self) -> int:
         """Number of training samples."""
         return len(self.y)
 
     def __repr__(self) -> str:
-        return f"ClientData(id={self.id}, samples={self.examples}, held_out={len(self.y_test)})"
+        return f"ClientData(id={self.id}, samples={self.num_samples}, held_out={len(self.y_test)})"
 
 
 class ArrayClients(Sequence[ClientData]):
@@ -214,7 +214,7 @@ class _LazyClient(ClientData):
 
 def joined_clients(clients: Sequence[ClientData]) -> ArrayClients:
     """Copy the samples of all clients, in order, into one array."""
-    trained = np.array([client.examples for client in clients])
+    trained = np.array([client.num_samples for client in clients])
     offsets = np.concatenate([[0], np.cumsum(trained + [len(client.y_test) for client in clients])])
     xs, ys = [t for c in clients for t in (c.x, c.x_test)], [t for c in clients for t in (c.y, c.y_test)]
     return ArrayClients(concatenate_inputs(xs), torch.cat(ys), offsets, offsets[:-1] + trained)

@@ -158,7 +158,7 @@ class Federation:
         """Number of training samples per client, ``[K]``."""
         if isinstance(self.clients, ArrayClients):
             return np.asarray(self.clients.splits - self.clients.offsets[:-1])
-        return np.array([client.examples for client in self.clients])
+        return np.array([client.num_samples for client in self.clients])
 
     def to(self, device: torch.device) -> Federation:
         """Return the same federation on ``device``; clients that are not stored in arrays are not moved."""

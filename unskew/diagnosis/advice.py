@@ -36,7 +36,7 @@ from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
-    from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
+    from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
 
 PERSONAL = 2
 """Number of methods with personal models to try, if one model for all clients cannot be enough."""
@@ -238,9 +238,9 @@ class Advice(NotebookTable):
 
 def advise(
     setting: AdviceContext,
-    labels: Figures,
-    place: HeterogeneityMeasurement,
-    facts: dict[str, Any],
+    labels: Metrics,
+    measurement: HeterogeneityMeasurement,
+    details: dict[str, Any],
     limits: AdviceLimits,
 ) -> Advice:
     """Derive advice from a diagnosis and the user's limits.
@@ -248,8 +248,8 @@ def advise(
     Args:
         setting: Data, model and configuration that were diagnosed.
         labels: Label skew metrics.
-        place: Measurement at the first model.
-        facts: Facts about data and model, as in the report.
+        measurement: Measurement at the first model.
+        details: Data and model, as in the report.
         limits: User's limits.
 
     Raises:
@@ -257,7 +257,7 @@ def advise(
     """
     setting = setting.under(limits)
     # The first measured model is the one that training starts from.
-    situation = SkewFeatures.of(setting, labels, place, facts)
+    situation = SkewFeatures.of(setting, labels, measurement, details)
     rounds = setting.config.rounds
     if limits.traffic is not None:
         before, each = estimate_traffic(setting, method("fedavg"))

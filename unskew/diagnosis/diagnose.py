@@ -91,8 +91,8 @@ def diagnose(
     >>> import unskew
     >>> fed = unskew.load_federation("digits", partition="iid", clients=3)
     >>> report = unskew.diagnose(fed, model="logistic", samples=50, curvature=False, synthetic_fractions=[0, 1])
-    >>> (place,) = report.places
-    >>> before, after = place.shares
+    >>> (measurement,) = report.measurements
+    >>> before, after = measurement.shares
     >>> after.get("zeta2")
     0.0
     """
@@ -147,7 +147,7 @@ def diagnose(
             )
             for label, v, b in models_to_measure(None if run is None else Path(run), spec)
         ]
-    facts = {
+    details = {
         "data": fed.name,
         "partition": fed.partition,
         "clients": len(fed.clients),
@@ -163,7 +163,7 @@ def diagnose(
     sites = site_differences(fed, ids, config.features)
     labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
-    return DiagnosisReport(facts, labels, measured, sites, setting)
+    return DiagnosisReport(details, labels, measured, sites, setting)
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:

@@ -13,7 +13,7 @@ from torch import nn
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError, DataError, short_repr
-from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
+from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike
 
@@ -179,24 +179,24 @@ class SkewFeatures:
 
     @classmethod
     def of(
-        cls, setting: AdviceContext, labels: Figures, place: HeterogeneityMeasurement, facts: dict[str, Any]
+        cls, setting: AdviceContext, labels: Metrics, measurement: HeterogeneityMeasurement, details: dict[str, Any]
     ) -> SkewFeatures:
         """Collect the features of a diagnosis at one model.
 
         Args:
             setting: Data, model and configuration.
             labels: Label skew metrics.
-            place: Measurement at one model.
-            facts: Facts about data and model, as in the report.
+            measurement: Measurement at one model.
+            details: Data and model, as in the report.
         """
         fed = setting.federation
         config = setting.config
-        figures = place.metrics
+        metrics = measurement.metrics
         sizes = fed.sizes
         x = fed.test[0]
-        seen = min(float(sizes.mean()), float(facts["samples"] or math.inf))
-        zeta2, sigma2 = figures["zeta2"] or 0.0, figures["sigma2_mean"] or 0.0
-        gradient2 = figures["gradient2"] or 0.0
+        seen = min(float(sizes.mean()), float(details["samples"] or math.inf))
+        zeta2, sigma2 = metrics["zeta2"] or 0.0, metrics["sigma2_mean"] or 0.0
+        gradient2 = metrics["gradient2"] or 0.0
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
         distance, chance = labels.get("label_distance_mean") or 0.0, labels.get("label_distance_chance") or 0.0
         layers = [m for m in setting.spec.module.modules() if isinstance(m, nn.Linear)]
@@ -209,12 +209,12 @@ class SkewFeatures:
             even=(labels.get("effective_clients") or 0.0) / len(fed.clients),
             participation=config.participation,
             rounds=config.rounds,
-            tau=float(facts["tau"]),
+            tau=float(details["tau"]),
             delayed=config.network.delay != "none",
             skew=max(0.0, distance - chance),
             features=labels.get("feature_skew"),
             dissimilarity=excess / gradient2 if gradient2 > 0 else 0.0,
-            noise=sigma2 / facts["batch"] / excess if excess > 0 else math.inf,
+            noise=sigma2 / details["batch"] / excess if excess > 0 else math.inf,
             linear=linear / max(1, setting.spec.size),
             asked=config.rounds,
             between=labels.get("label_between"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unskew.measurements.heterogeneity import Figures, HeterogeneityMeasurement
+from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
 from unskew.measurements.site_differences import SiteDifferences
 from unskew.plots.figure import new_figure, save_or_return
 from unskew.records.notebook import NotebookTable
@@ -34,16 +34,16 @@ class DiagnosisReport(NotebookTable):
     """Result of a diagnosis.
 
     Attributes:
-        facts: Facts about data, model and scope of the measurement.
+        details: Data, model and scope of the measurement.
         labels: Label and size skew, see ``unskew.measurements.label_skew.label_skew_metrics``.
-        places: Measurements at each model, in order.
+        measurements: Measurements at each model, in order.
         sites: Rows, outcome, missing values and shifted columns of each client.
         setting: Data, model and configuration, which the advice uses to validate methods.
     """
 
-    facts: dict[str, Any]
-    labels: Figures
-    places: list[HeterogeneityMeasurement]
+    details: dict[str, Any]
+    labels: Metrics
+    measurements: list[HeterogeneityMeasurement]
     sites: SiteDifferences
     setting: AdviceContext | None = field(default=None, compare=False)
 
@@ -72,7 +72,7 @@ class DiagnosisReport(NotebookTable):
 
         assert self.setting is not None
         limits = AdviceLimits.read(traffic, secure_aggregation, server_data, privacy)
-        return advise(self.setting, self.labels, self.places[0], self.facts, limits)
+        return advise(self.setting, self.labels, self.measurements[0], self.details, limits)
 
     def summary(self) -> str:
         """Return a sentence on the label skew, or without labels on the clients' gradients at the first model.
@@ -81,8 +81,8 @@ class DiagnosisReport(NotebookTable):
         """
         distance, chance = self.labels["label_distance_mean"], self.labels["label_distance_chance"]
         if distance is None or chance is None:
-            figures = self.places[0].metrics
-            zeta2, norm2 = figures["zeta2"], figures["gradient2"]
+            metrics = self.measurements[0].metrics
+            zeta2, norm2 = metrics["zeta2"], metrics["gradient2"]
             if zeta2 is None or not norm2:
                 return "The skew was not measured, because these data have neither labels nor gradients to compare."
             return (
@@ -99,16 +99,18 @@ class DiagnosisReport(NotebookTable):
     def as_json(self) -> dict[str, Any]:
         """Return all fields as plain values; unknown values are None."""
         models = []
-        for location in self.places:
-            shares = [_plain(row) for row in location.shares]
-            models.append({"model": location.place, **_plain(location.metrics), "shares": shares})
-        return {**self.facts, **self.labels, "sites": self.sites.rows, "models": models}
+        for measurement in self.measurements:
+            shares = [_plain(row) for row in measurement.shares]
+            models.append({"model": measurement.model_label, **_plain(measurement.metrics), "shares": shares})
+        return {**self.details, **self.labels, "sites": self.sites.rows, "models": models}
 
     def _sentences(self) -> list[str]:
         return [self.summary()]
 
     def _shown(self) -> list[dict[str, object]]:
-        columns = {location.place: {**self.labels, **_plain(location.metrics)} for location in self.places}
+        columns = {
+            measurement.model_label: {**self.labels, **_plain(measurement.metrics)} for measurement in self.measurements
+        }
         names = dict.fromkeys(name for metrics in columns.values() for name in metrics)
         rows = ({model: metrics.get(name) for model, metrics in columns.items()} for name in names)
         return [{"metric": name, **row} for name, row in zip(names, rows, strict=True) if {*row.values()} != {None}]
@@ -122,14 +124,24 @@ class DiagnosisReport(NotebookTable):
         Raises:
             ConfigError: If the file name does not end with the suffix of an image.
         """
-        names = [n for n in PANELS if any(row[n] is not None for location in self.places for row in location.shares)]
+        names = [
+            n
+            for n in PANELS
+            if any(row[n] is not None for measurement in self.measurements for row in measurement.shares)
+        ]
         figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)
         for name, axis in zip(names, axes[0], strict=False):
-            for number, location in enumerate(self.places):
-                p = [row["p"] for row in location.shares]
+            for number, measurement in enumerate(self.measurements):
+                p = [row["p"] for row in measurement.shares]
                 color = f"C{number % 10}"
-                axis.plot(p, [_number(row[name]) for row in location.shares], "o-", color=color, label=location.place)
-                bounds = [_number(row[f"{name}_bound"]) for row in location.shares]
+                axis.plot(
+                    p,
+                    [_number(row[name]) for row in measurement.shares],
+                    "o-",
+                    color=color,
+                    label=measurement.model_label,
+                )
+                bounds = [_number(row[f"{name}_bound"]) for row in measurement.shares]
                 axis.plot(p, bounds, "--", color=color, alpha=0.7)
             axis.set_xlabel("share p of synthetic data")
             axis.set_title(PANELS[name], fontsize=9)
@@ -144,5 +156,5 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _plain(figures: Figures) -> Figures:
-    return {name: value if value is None or math.isfinite(value) else None for name, value in figures.items()}
+def _plain(metrics: Metrics) -> Metrics:
+    return {name: value if value is None or math.isfinite(value) else None for name, value in metrics.items()}

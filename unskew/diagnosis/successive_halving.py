@@ -187,7 +187,7 @@ def train_to(
     advice: Advice,
     name: str,
     rounds: int,
-    place: Path,
+    runs_folder: Path,
     deadline: DeadlineCallback,
     follow: Callable[[str, Experiment], Sequence[Callback]] | None,
 ) -> dict[str, Any]:
@@ -197,7 +197,7 @@ def train_to(
         advice: Advice to validate.
         name: Method expression.
         rounds: Number of rounds to reach.
-        place: Folder of the runs.
+        runs_folder: Folder of the runs.
         deadline: Ends the run when time is up.
         follow: Creates further callbacks.
     """
@@ -205,7 +205,7 @@ def train_to(
     changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
     # Short runs may be too short for a method that acts only at the end of a run.
     config = setting.config.model_copy(update={**changes, "base_run": rounds < advice.rounds})
-    folder = place / "".join(c if c.isalnum() else "-" for c in name)
+    folder = runs_folder / "".join(c if c.isalnum() else "-" for c in name)
     if folder.exists() and config.training.schedule.ends:  # learning rates depend on the number of rounds
         shutil.rmtree(folder)
     callbacks = [deadline, *(follow(name, config) if follow else ())]

@@ -350,7 +350,7 @@ def _local_work(setup: EngineConfig) -> tuple[float, float]:
     """Return the mean number of local steps of a client, and the share of steps with a full batch."""
     training, clients = setup.training, setup.federation.clients
     every = math.ceil(len(clients) / timing.MAX_INSPECTED)
-    sizes = {k: clients[k].examples for k in range(0, len(clients), every)}
+    sizes = {k: clients[k].num_samples for k in range(0, len(clients), every)}
     cuts = [training.cuts(size) for size in sizes.values() if size]
     count = [training.steps(size, client) for client, size in sizes.items() if size]
     full_shares = [sum(c.stop - c.start == training.batch_size for c in cut) / max(1, len(cut)) for cut in cuts]

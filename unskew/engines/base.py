@@ -70,8 +70,10 @@ class EngineConfig:
             client: Client number.
         """
         poisson = any(rule.poisson_batches for rule in self.rules)
-        examples = self.federation.clients[client].examples
-        return BatchPlan(self.training, examples, self.seed, round, client, poisson, self.secret if poisson else None)
+        num_samples = self.federation.clients[client].num_samples
+        return BatchPlan(
+            self.training, num_samples, self.seed, round, client, poisson, self.secret if poisson else None
+        )
 
 
 class Engine(Protocol):

@@ -25,7 +25,7 @@ class BatchPlan:
 
     Args:
         training: Budget of the client.
-        examples: Number of samples of the client.
+        num_samples: Number of samples of the client.
         seed: Seed of the run.
         round: Number of the round, from 0.
         client: Client number.
@@ -40,32 +40,32 @@ class BatchPlan:
     def __init__(
         self,
         training: Training,
-        examples: int,
+        num_samples: int,
         seed: int,
         round: int,
         client: int,
         poisson: bool = False,
         secret: SecretKey | None = None,
     ):
-        if not examples:
+        if not num_samples:
             raise DataError(f"Client {client} has no samples to train on. Remove it from the federation.")
         draws = generator(seed, "batches", round, client)
         flips = generator(seed, "augment", round, client) if training.augment else None
-        cuts, steps = training.cuts(examples), training.steps(examples, client)
+        cuts, steps = training.cuts(num_samples), training.steps(num_samples, client)
         self.batches: list[Tensor] = []
         self.weights: list[Tensor] | None = None
         if poisson:
             if secret is None:
-                uniform = [torch.rand(examples, generator=draws, dtype=torch.float64) for _ in range(steps)]
+                uniform = [torch.rand(num_samples, generator=draws, dtype=torch.float64) for _ in range(steps)]
             else:
                 key = secret.subkey("batches", round, client)
-                uniform = [secret_uniform(key, step, examples) for step in range(steps)]
+                uniform = [secret_uniform(key, step, num_samples) for step in range(steps)]
                 if flips is not None:  # those of a sample depend on its row, so they must not show the batch
                     flips.manual_seed(int(secret_words(key, steps, 1)))
             drawn = [draw_poisson_batch(numbers, training.batch_size) for numbers in uniform]
             self.batches, self.weights = [index for index, _ in drawn], [weight for _, weight in drawn]
         while len(self.batches) < steps:
-            order = torch.randperm(examples, generator=draws)
+            order = torch.randperm(num_samples, generator=draws)
             self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
         self._augment = flips
 
@@ -102,10 +102,10 @@ def draw_poisson_batch(uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
     Returns:
         Sample indices in ascending order, and weights, 1 or 0, of the rows.
     """
-    examples = len(uniform)
-    chosen = torch.nonzero(uniform < size / examples).flatten()
+    num_samples = len(uniform)
+    chosen = torch.nonzero(uniform < size / num_samples).flatten()
     multiple = 2 * math.ceil(math.sqrt(size))
-    rows = min(examples, max(1, math.ceil(len(chosen) / multiple)) * multiple)
+    rows = min(num_samples, max(1, math.ceil(len(chosen) / multiple)) * multiple)
     index = torch.cat([chosen, chosen.new_zeros(rows - len(chosen))])
     return index, (torch.arange(rows) < len(chosen)).to(torch.float32)
 

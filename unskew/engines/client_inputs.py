@@ -77,7 +77,7 @@ class ClientInputs:
             "inputs": self.normalize,
             "pixels": PixelScaling.of(federation),
         }
-        self.facts = lru_cache(maxsize=REMEMBERED)(self._client_info)
+        self.client_info = lru_cache(maxsize=REMEMBERED)(self._client_info)
         self._cached_masks = lru_cache(maxsize=8)(self._new_masks)
 
     def _client_info(self, client: int) -> dict[str, Tensors]:
@@ -118,9 +118,11 @@ class ClientInputs:
             broadcast: Message from the server.
             v: Parameters at the first step, ``[d]``.
         """
-        if broadcast.keeps and broadcast.state.optimizer:
+        if broadcast.keeps_optimizer and broadcast.state.optimizer:
             return {name: tensor.to(v.device).clone() for name, tensor in broadcast.state.optimizer.items()}
-        return optimizers.init_state(self.setup.training, v, has_frozen_parameters(self.setup.rules) or broadcast.keeps)
+        return optimizers.init_state(
+            self.setup.training, v, has_frozen_parameters(self.setup.rules) or broadcast.keeps_optimizer
+        )
 
     def of(self, broadcast: Broadcast, plan: BatchPlan, full_gradient: Tensor | None) -> dict[str, Any]:
         """Return the tensors that differ between clients, by rule if they are a rule's, before they are moved to the device.
@@ -132,7 +134,7 @@ class ClientInputs:
         """
         device, secret = self.setup.device, self.setup.secret
         v = self.initial_params(broadcast)
-        epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].examples))
+        epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].num_samples))
 
         def scalar(value: float) -> Tensor:
             return torch.tensor(float(value), dtype=v.dtype)
@@ -154,7 +156,7 @@ class ClientInputs:
             "received": mask(broadcast.down),
             "state": sort_by_name(broadcast.state.rules),
             "download": sort_by_name(broadcast.download),
-            "facts": self.facts(broadcast.client),
+            "client_info": self.client_info(broadcast.client),
         }
 
     def contexts(self, inputs: dict[str, Any], model: Model, round: int, ended: bool = False) -> list[Context]:
@@ -169,7 +171,9 @@ class ClientInputs:
             ended: Whether local training has ended.
         """
         kind = dict if ended else ReadOnlyDict
-        shared = {name: value for name, value in inputs.items() if name not in ("state", "download", "facts", "survey")}
+        shared = {
+            name: value for name, value in inputs.items() if name not in ("state", "download", "client_info", "survey")
+        }
         return [
             Context(
                 round=round,
@@ -177,7 +181,7 @@ class ClientInputs:
                 state=kind(inputs["state"].get(rule.name, {})),
                 download=inputs["download"].get(rule.name, {}),
                 upload=kind(),
-                client_info=inputs["facts"][rule.name],
+                client_info=inputs["client_info"][rule.name],
                 common=self.common.get(rule.name, {}),
                 survey=inputs["survey"].get(rule.name, {}),
                 final=round >= self.setup.plan.rounds,
@@ -279,7 +283,7 @@ def pack_update(
     b: Tensor,
     written: list[tuple[Tensors, Tensors]],
     metrics: dict[str, float],
-    made: Tensors,
+    carry: Tensors,
     moments: Tensors,
 ) -> Update:
     """Create a client's update from its results.
@@ -292,7 +296,7 @@ def pack_update(
         b: Buffers after local training, ``[m]``.
         written: State and upload of each rule.
         metrics: Metrics of local training.
-        made: Carry of a rule that is plotted, or an empty dictionary.
+        carry: Carry of a rule that is plotted, or an empty dictionary.
         moments: State of the optimizer, if it stays at the client.
     """
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
@@ -315,12 +319,12 @@ def pack_update(
         rules,
         v if parted else None,
         b if parted or setup.buffers == "local" else None,
-        moments if broadcast.keeps else {},
+        moments if broadcast.keeps_optimizer else {},
     )
     return Update(
         client=broadcast.client,
-        born=broadcast.round,
-        examples=setup.federation.clients[broadcast.client].examples,
+        origin_round=broadcast.round,
+        num_samples=setup.federation.clients[broadcast.client].num_samples,
         weight=broadcast.weight,
         delta=sent.delta,
         buffers=b,
@@ -328,7 +332,7 @@ def pack_update(
         state=state,
         metrics=metrics,
         report={"v": v} if broadcast.report else {},
-        made=made,
+        carry=carry,
         sent_bytes=sent.size,
         encoded=sent.encoded if setup.keeps_encoded else {},
     )

@@ -22,7 +22,7 @@ class StepGroup(NamedTuple):
     batches: list[Tensor]
     positions: Tensor | None = None  # of the clients, on the device; None if these are all clients
     rows: Tensor | None = None  # of all samples in the array that the clients share
-    moves: tuple[Tensor, Tensor] | None = None  # crop offsets and flips of all samples
+    augmentation: tuple[Tensor, Tensor] | None = None  # crop offsets and flips of all samples
     weights: Tensor | None = None  # of the rows of Poisson batches, [k, B]
 
 
@@ -59,8 +59,13 @@ class GroupBatches:
         if setup.training.augment and len(setup.federation.shape) == 3 and groups:
             drawn = [plan.draw_augmentation() for plan in plans]
             every = [drawn[k][t] for (t, _), group in zip(sizes, groups, strict=True) for k in group.clients]
-            moves = [torch.split(torch.cat(parts).to(data_device), lengths) for parts in zip(*every, strict=True)]
-            groups = [group._replace(moves=own) for group, own in zip(groups, zip(*moves, strict=True), strict=True)]
+            augmentation = [
+                torch.split(torch.cat(parts).to(data_device), lengths) for parts in zip(*every, strict=True)
+            ]
+            groups = [
+                group._replace(augmentation=own)
+                for group, own in zip(groups, zip(*augmentation, strict=True), strict=True)
+            ]
         some = [k for group in groups if len(group.clients) < len(plans) for k in group.clients]
         positions = torch.tensor(some, dtype=torch.int64).to(self.device) if some else torch.empty(0)
         self.steps: list[list[StepGroup]] = [[] for _ in range(max(len(plan.batches) for plan in plans))]
@@ -81,6 +86,6 @@ class GroupBatches:
             chosen = [(self.clients[k], index) for k, index in zip(group.clients, group.batches, strict=True)]
             x = torch.cat([take_rows(client.x, index) for client, index in chosen])
             y = torch.cat([client.y.index_select(0, index) for client, index in chosen])
-        if group.moves is not None:
-            x = crop_and_flip(x, *group.moves, PADDING)
+        if group.augmentation is not None:
+            x = crop_and_flip(x, *group.augmentation, PADDING)
         return x, torch.unflatten(y, 0, (len(group.clients), -1)).to(self.device)

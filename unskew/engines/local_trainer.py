@@ -131,7 +131,7 @@ def combined_trainable_mask(
     return reduce(torch.logical_and, known) if known else None
 
 
-def shown_carry(rules: tuple[ClientRule, ...], carries: list[Tensors], broadcast: Broadcast) -> Tensors:
+def requested_carry(rules: tuple[ClientRule, ...], carries: list[Tensors], broadcast: Broadcast) -> Tensors:
     """Return the carry that the server wants to plot; empty if there is none.
 
     Args:
@@ -139,8 +139,8 @@ def shown_carry(rules: tuple[ClientRule, ...], carries: list[Tensors], broadcast
         carries: Carry of each rule.
         broadcast: Message from the server.
     """
-    shown = (carry for rule, carry in zip(rules, carries, strict=True) if rule.name == broadcast.show)
-    return dict(next(shown, {}))
+    carries_of_rule = (carry for rule, carry in zip(rules, carries, strict=True) if rule.name == broadcast.carry_of)
+    return dict(next(carries_of_rule, {}))
 
 
 class LocalTrainer:
@@ -162,10 +162,12 @@ class LocalTrainer:
         self.model.start(self.inputs.initial_buffers(broadcast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
-        for index in torch.split(torch.arange(client.examples, device=client.y.device), self.setup.training.batch_size):
+        for index in torch.split(
+            torch.arange(client.num_samples, device=client.y.device), self.setup.training.batch_size
+        ):
             x = self.inputs.normalize(take_rows(client.x, index))
             batch = Batch(x, client.y[index].to(device), key, torch.tensor(0))
-            total.add_(grad_fn(v, batch), alpha=len(index) / client.examples)
+            total.add_(grad_fn(v, batch), alpha=len(index) / client.num_samples)
         return total
 
     def inputs_of(self, broadcast: Broadcast, plan: BatchPlan) -> dict[str, Any]:
@@ -224,15 +226,15 @@ class LocalTrainer:
         v, b = self.inputs.initial_params(broadcast).to(device), self.inputs.initial_buffers(broadcast).to(device)
         total = 0.0
         count = 0
-        for index in torch.split(torch.arange(client.examples, device=client.y.device), CHUNK):
+        for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
             x = self.inputs.normalize(take_rows(client.x, index))
             losses = setup.task.losses(forward(self.model, b, v, x).logits, client.y[index].to(device))
             total += float(losses.double().sum())
             count += losses.numel()
         return Update(
             client=broadcast.client,
-            born=broadcast.round,
-            examples=client.examples,
+            origin_round=broadcast.round,
+            num_samples=client.num_samples,
             weight=broadcast.weight,
             delta=v.new_zeros(0),
             buffers=b.new_zeros(0),
@@ -264,7 +266,7 @@ class LocalTrainer:
         carries, inputs, ctxs = apply_begin_hooks(setup.rules, inputs, contexts)
         ready = time.perf_counter()
         v_start, key = inputs["v_global"], inputs["key"]
-        shown = shown_carry(setup.rules, carries, broadcast)
+        shown = requested_carry(setup.rules, carries, broadcast)
         grad_fn = composed_gradient(setup.rules, ctxs, carries, self.model, setup.task)
 
         v = v_start.clone()
@@ -277,8 +279,8 @@ class LocalTrainer:
             y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
             weight = None if plan.weights is None else plan.weights[step].to(device)
             batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
-            moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, moves)
+            trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
+            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, trainable)
             total += self.model.loss
 
         inputs["survey"] |= self.surveys("trained", broadcast, inputs, v, self.model.b)

@@ -29,11 +29,11 @@ def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
 
 
 def optimizer_step(
-    training: Training, v: Tensor, g: Tensor, state: State, t: int, moves: Tensor | None = None
+    training: Training, v: Tensor, g: Tensor, state: State, t: int, trainable: Tensor | None = None
 ) -> tuple[Tensor, State]:
     """Take one step from ``v`` along the gradient ``g``; ``v`` and ``state`` are overwritten.
 
-    Parameters for which ``moves`` is false are unchanged: no decay and no momentum.
+    Parameters for which ``trainable`` is false are unchanged: no decay and no momentum.
 
     Args:
         training: Optimizer and its options.
@@ -41,7 +41,7 @@ def optimizer_step(
         g: Gradient, ``[d]``.
         state: State of the optimizer; overwritten.
         t: Number of the step, from 0.
-        moves: Mask of the parameters to update, boolean ``[d]``; None for all.
+        trainable: Mask of the parameters to update, boolean ``[d]``; None for all.
 
     Raises:
         ConfigError: If the gradient has another shape than the vector, for example from a custom rule.
@@ -49,11 +49,13 @@ def optimizer_step(
     if not isinstance(g, Tensor) or g.shape != v.shape:
         what = f"one of shape {tuple(g.shape)}" if isinstance(g, Tensor) else short_repr(g)
         raise ConfigError(f"A gradient must be a tensor of the model's shape {tuple(v.shape)}, not {what}.")
-    if moves is None:
+    if trainable is None:
         return update_all(training, v, g, state, t)
     before, frozen = v.clone(), {name: tensor.clone() for name, tensor in state.items()}
-    v, state = update_all(training, v, torch.where(moves, g, 0.0), state, t)
-    return torch.where(moves, v, before), {name: torch.where(moves, state[name], frozen[name]) for name in state}
+    v, state = update_all(training, v, torch.where(trainable, g, 0.0), state, t)
+    return torch.where(trainable, v, before), {
+        name: torch.where(trainable, state[name], frozen[name]) for name in state
+    }
 
 
 def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:

@@ -58,7 +58,7 @@ def take_survey(
     """
     total: Tensors = {}
     buffers = b.clone()  # ``b`` may be a view of the model's buffers
-    for index in torch.split(torch.arange(client.examples, device=client.y.device), CHUNK):
+    for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
         x, y = normalize(take_rows(client.x, index)), client.y[index].to(v.device)
         batch = Batch(x, y, ctx.key, torch.tensor(0))
         sums = rule.survey(ctx, v, partial(forward, model, buffers), batch)

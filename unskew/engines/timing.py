@@ -38,7 +38,7 @@ def largest_client(setup: EngineConfig) -> int:
     """Return the client with the most samples, among about ``MAX_INSPECTED`` clients."""
     clients = setup.federation.clients
     every = max(1, len(clients) // MAX_INSPECTED)
-    return max(range(0, len(clients), every), key=lambda k: clients[k].examples)
+    return max(range(0, len(clients), every), key=lambda k: clients[k].num_samples)
 
 
 def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps: int) -> Callable[[], Any]:

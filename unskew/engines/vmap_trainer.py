@@ -20,7 +20,7 @@ from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import apply_begin_hooks, apply_end_hooks, local_update, pack_update
 from unskew.engines.group_batches import GroupBatches
-from unskew.engines.local_trainer import LocalTrainer, combined_trainable_mask, composed_gradient, shown_carry
+from unskew.engines.local_trainer import LocalTrainer, combined_trainable_mask, composed_gradient, requested_carry
 from unskew.errors import UnskewError
 from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
@@ -101,7 +101,7 @@ def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> li
         broadcasts: Messages from the server.
     """
     clients, steps = setup.federation.clients, setup.training.steps
-    return [steps(clients[broadcast.client].examples, broadcast.client) for broadcast in broadcasts]
+    return [steps(clients[broadcast.client].num_samples, broadcast.client) for broadcast in broadcasts]
 
 
 def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
@@ -224,9 +224,9 @@ class GroupTrainer:
             model, ctxs = ctxs_of(stacked, b)
             carries = [dict(carry) for carry in carries]
             grad_fn = composed_gradient(setup.rules, ctxs, carries, model, setup.task)
-            moves = combined_trainable_mask(setup.rules, ctxs, carries, batch)
+            trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             now = training.at(round, t)
-            v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, moves)
+            v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, trainable)
             return model.b, v, carries, state, model.loss
 
         def end(stacked: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
@@ -248,7 +248,7 @@ class GroupTrainer:
         state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
         ready = self._now()
         samples = [
-            shown_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.show else {}
+            requested_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.carry_of else {}
             for k, broadcast in enumerate(broadcasts)
         ]
         numbers = torch.arange(len(batches.steps), device=device)

@@ -23,7 +23,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from unskew.generators.trained.dp_sgd import PrivacyOptions
 
-Figures = dict[str, Any]
+Progress = dict[str, Any]
 
 
 class ImageGenerator(Protocol):
@@ -70,7 +70,7 @@ class GeneratorJob:
     folder: Path | None = None
     privacy: PrivacyOptions | None = None
     secret: Tensor | None = None
-    report: Callable[[Figures], None] = _nothing
+    report: Callable[[Progress], None] = _nothing
     sampled: Callable[[float], None] = _nothing
     warn: Callable[[str], None] = _nothing
 

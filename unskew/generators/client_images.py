@@ -23,7 +23,7 @@ from unskew.errors import CheckpointError, ConfigError, DataError
 from unskew.filesystem import append_text, make_folder, make_subfolder, parse_json, write_atomic
 from unskew.folder_locks import file_lock, folder_lock
 from unskew.generators import synthetic_dataset as synthetic
-from unskew.generators.base import Figures, GeneratorJob
+from unskew.generators.base import GeneratorJob, Progress
 from unskew.generators.labels import allocate_counts, labels_from_counts
 from unskew.generators.registry import Factory
 from unskew.generators.synthetic_dataset import SyntheticSet
@@ -135,7 +135,7 @@ class _Work:
         """Generate the set; images of finished clients are read from the folder."""
         recipe, folder = self.recipe, self.folder
         if recipe.privacy is not None:
-            largest = max(self.federation.clients[k].examples for k in recipe.sharing)
+            largest = max(self.federation.clients[k].num_samples for k in recipe.sharing)
             recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), self.warn)
         parts: list[tuple[Tensor, Tensor]] = []
         epsilons: dict[int, float] = {}
@@ -214,18 +214,18 @@ class _Work:
         federation = self.federation
         recipe = self.recipe
         folder = self.folder
-        rows = draw_subset(client.examples, recipe.rho, self.seed, client.id, self.secret)
+        rows = draw_subset(client.num_samples, recipe.rho, self.seed, client.id, self.secret)
         x, y = take_rows(client.x.cpu(), rows), client.y.cpu()[rows]
         work = None if folder is None else folder / "work" / f"generator-{client.id}"
         if work is not None:
             make_folder(work)
 
-        def report(figures: Figures) -> None:
-            share = TRAINING * figures["epoch"] / figures["epochs"]
-            text = f"client {client.id}: generator epoch {figures['epoch']} of {figures['epochs']}"
+        def report(progress: Progress) -> None:
+            share = TRAINING * progress["epoch"] / progress["epochs"]
+            text = f"client {client.id}: generator epoch {progress['epoch']} of {progress['epochs']}"
             self.report(text, number + share, len(recipe.sharing))
             if folder is not None:
-                append_log(folder / LOG, {"client": client.id, **figures})
+                append_log(folder / LOG, {"client": client.id, **progress})
 
         def sampled(share: float) -> None:
             text = f"client {client.id}: generating {recipe.count} images"
@@ -260,7 +260,7 @@ class _Work:
         return images, wanted, spent
 
 
-def append_log(path: Path, line: Figures) -> None:
+def append_log(path: Path, line: Progress) -> None:
     """Append a line to a log, and remove lines that an interrupted job wrote for the same client and epoch or later ones.
 
     Args:
@@ -273,7 +273,7 @@ def append_log(path: Path, line: Figures) -> None:
     append_text(path, json.dumps(line) + "\n")
 
 
-def _is_earlier(text: bytes, line: Figures) -> bool:
+def _is_earlier(text: bytes, line: Progress) -> bool:
     """Return whether a line of the log is complete, and of another client or an earlier epoch than ``line``."""
     try:
         row = parse_json(text)
@@ -282,24 +282,24 @@ def _is_earlier(text: bytes, line: Figures) -> bool:
         return False
 
 
-def draw_subset(examples: int, rho: float, seed: int, client: int, secret: SecretKey | None = None) -> Tensor:
+def draw_subset(num_samples: int, rho: float, seed: int, client: int, secret: SecretKey | None = None) -> Tensor:
     """Draw ``rho n`` (rounded, at least one) indices of a client's samples, uniformly without replacement, ascending.
 
     From a secret key, each sample is drawn with probability ``rho`` independently of the others (at least one). So one sample
     more changes at most one sample of the subset, as the guarantee for a sample that is added or removed requires.
 
     Args:
-        examples: Number ``n`` of samples of the client.
+        num_samples: Number ``n`` of samples of the client.
         rho: Share of drawn samples.
         seed: Seed of the run.
         client: Number of the client.
         secret: Secret key to draw from; None draws from the seed.
     """
     if secret is not None:
-        uniform = secret_uniform(secret.subkey("generator subset", 0, client), 0, examples)
+        uniform = secret_uniform(secret.subkey("generator subset", 0, client), 0, num_samples)
         return torch.nonzero(uniform <= uniform.min().clamp_min(rho)).flatten()
-    order = torch.randperm(examples, generator=generator(seed, "generator subset", 0, client))
-    return order[: max(1, round(rho * examples))].sort().values
+    order = torch.randperm(num_samples, generator=generator(seed, "generator subset", 0, client))
+    return order[: max(1, round(rho * num_samples))].sort().values
 
 
 def draw_picture(folder: Path, images: SyntheticSet, federation: Federation) -> None:

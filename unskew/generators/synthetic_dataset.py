@@ -163,21 +163,21 @@ def save(folder: Path, images: SyntheticSet, classes: int, class_names: Sequence
     write_atomic(folder / ABOUT, (json.dumps(about, indent=1) + "\n").encode())
 
 
-def find(place: Path) -> Path:
+def find(path: Path) -> Path:
     """Return the folder of a set, from its own path or the folder of the run that generated it.
 
     Args:
-        place: Folder of the set, or run folder.
+        path: Folder of the set, or run folder.
 
     Raises:
         ConfigError: If there is no synthetic set.
     """
-    for folder in (place, place / SYNTHETIC):
+    for folder in (path, path / SYNTHETIC):
         if (folder / ABOUT).is_file():
             return folder
-    shared = shared_set(place, stored_name(place))
+    shared = shared_set(path, stored_name(path))
     if shared is None:
-        raise ConfigError(f"synthetic={str(place)!r} is neither a finished synthetic set nor a run folder with one.")
+        raise ConfigError(f"synthetic={str(path)!r} is neither a finished synthetic set nor a run folder with one.")
     return shared
 
 

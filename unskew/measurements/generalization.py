@@ -91,19 +91,19 @@ class Generalization(Diagnostic):
 
     def _partial(self, pairs: Sequence[tuple[float, float]]) -> dict[str, float]:
         """Return the sums of Theorem 4.1 under partial participation, from each update's ``Delta_k`` and second term."""
-        facts, taking_part = self.server.setup.federation_info, len(self.updates)
-        if taking_part == facts.clients:
+        federation_info, taking_part = self.server.setup.federation_info, len(self.updates)
+        if taking_part == federation_info.clients:
             return {}
-        figures = dict.fromkeys(
+        metrics = dict.fromkeys(
             (f"generalization/scheme{n}_{part}" for n in (1, 2) for part in ("first", "second")), 0.0
         )
-        total = facts.total_weight()
+        total = federation_info.total_weight()
         for update, (big, second) in zip(self.updates, pairs, strict=True):
-            outer = update.weight / total * facts.clients / taking_part
+            outer = update.weight / total * federation_info.clients / taking_part
             for scheme, inner in ((1, 1 / taking_part), (2, outer)):
-                figures[f"generalization/scheme{scheme}_first"] += outer * inner**2 * big
-                figures[f"generalization/scheme{scheme}_second"] += outer * inner * second
-        return figures
+                metrics[f"generalization/scheme{scheme}_first"] += outer * inner**2 * big
+                metrics[f"generalization/scheme{scheme}_second"] += outer * inner * second
+        return metrics
 
     def _expected(self, losses: Tensor, client: ClientData) -> float:
         """Return the mean test loss, weighted to the client's class distribution."""

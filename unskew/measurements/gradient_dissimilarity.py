@@ -55,23 +55,27 @@ class Gradients(Diagnostic):
         self.scope = replace(MeasurementScope(), curvature=False, seed=server.setup.seed, shares=())
         before, after = original.sizes, federation.sizes
         added = len(before) == len(after) and bool((after > before).all())
-        self.own = replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
+        self.federation_before = (
+            replace(federation, clients=_FirstSamples(federation.clients, before.tolist())) if added else None
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics by name."""
         server = self.server
         state, objective = server.state, self.federation.objective
         probe = GradientProbe(server.setup.spec, objective, self.federation, state.v, state.b)
-        figures = measure(probe, self.federation, self.scope).metrics
+        values = measure(probe, self.federation, self.scope).metrics
         names = {"zeta2": "zeta2", "norm2": "gradient2", "sigma2_mean": "sigma2_mean", "sigma2_max": "sigma2_max"}
-        metrics = {f"gradients/{name}": float(figures[key] or 0.0) for name, key in names.items()}
-        if self.own is not None:
-            apart = measure(probe, self.own, self.scope, self._added).metrics
+        metrics = {f"gradients/{name}": float(values[key] or 0.0) for name, key in names.items()}
+        if self.federation_before is not None:
+            apart = measure(probe, self.federation_before, self.scope, self._added).metrics
             names = {"zeta2_real": "zeta2", "sigma2_real": "sigma2_mean", "delta2": "delta2"}
             metrics |= {f"gradients/{name}": float(apart[key] or 0.0) for name, key in names.items()}
         return metrics
 
     def _added(self, k: int) -> tuple[Tensor, Tensor]:
-        assert self.own is not None
+        assert self.federation_before is not None
         client = self.federation.clients[k]
-        return selected_samples(_largest_batches(client, self.own.clients[k].examples, client.examples), self.scope)
+        return selected_samples(
+            _largest_batches(client, self.federation_before.clients[k].num_samples, client.num_samples), self.scope
+        )

@@ -33,7 +33,7 @@ from unskew.seeding import derive, generator, normal, numpy_generator
 Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
 """Returns the synthetic set ``x [n, ...], y`` of a client, as stored."""
-Figures = dict[str, float | None]
+Metrics = dict[str, float | None]
 Follow = Callable[[str, int, int], None]
 """Receives the name of the operation, the finished amount and the total."""
 
@@ -72,16 +72,16 @@ class HeterogeneityMeasurement:
     """Measurement at one model.
 
     Attributes:
-        place: Name of the model, such as ``start``.
+        model_label: Name of the model, such as ``start``.
         metrics: ``zeta2``, ``gradient2``, ``sigma2_mean``, ``sigma2_max``, ``sigma2_avg`` (of the pool), ``L_max``,
             ``L_avg``; for synthetic data ``delta2``, ``sigma2_synthetic`` (of their pool) and ``L_synthetic``.
         shares: For each ``p``: measured ``zeta2``, ``sigma2`` and ``L``, their bounds by Lemma 1 with suffix ``_bound``, and
             Corollary I's rounds relative to ``p = 0``, from measured values (``rounds``) and bounds (``rounds_bound``).
     """
 
-    place: str
-    metrics: Figures
-    shares: list[Figures] = field(default_factory=list)
+    model_label: str
+    metrics: Metrics
+    shares: list[Metrics] = field(default_factory=list)
 
 
 def selected_clients(federation: Federation, scope: MeasurementScope) -> list[int]:
@@ -118,7 +118,7 @@ def measure(
     federation: Federation,
     scope: MeasurementScope,
     synthetic: SyntheticOf | None = None,
-    place: str = "model",
+    model_label: str = "model",
     follow: Follow | None = None,
 ) -> HeterogeneityMeasurement:
     """Measure heterogeneity at the probe's model.
@@ -128,7 +128,7 @@ def measure(
         federation: Data of all clients.
         scope: Limits of the measurement.
         synthetic: Returns the synthetic set of a client; None skips the part on shares.
-        place: Name of the model for messages.
+        model_label: Name of the model for messages.
         follow: Called with the progress.
 
     Raises:
@@ -141,7 +141,7 @@ def measure(
     cross_scatter = 0.0  # joint scatter of real and synthetic gradients
     last: tuple[Pair, GroupMoments] | None = None
     for done, k in enumerate(ids):
-        follow(f"gradients ({place})", done, len(ids))
+        follow(f"gradients ({model_label})", done, len(ids))
         own_gradient = probe.moments(*selected_samples(federation.clients[k], scope))
         if synthetic is None:
             noise.append((own_gradient.variance, 0.0, 0.0))
@@ -163,11 +163,11 @@ def measure(
         gradients.add(1, own_gradient.mean)
     if not bool(torch.isfinite(gradients.mean).all()):
         raise DataError(
-            f"The gradients ({place}) are not finite: the run diverged. Repeat the run with a smaller learning rate."
+            f"The gradients ({model_label}) are not finite: the run diverged. Repeat the run with a smaller learning rate."
         )
     sigma2, sigma2_made, distance = (np.array(column) for column in zip(*noise, strict=True))
     zeta2 = gradients.variance
-    figures: Figures = {
+    metrics: Metrics = {
         "zeta2": zeta2,
         "gradient2": float(gradients.mean.square().sum()),
         "sigma2_mean": float(sigma2.mean()),
@@ -176,17 +176,17 @@ def measure(
         "L_max": None,
         "L_avg": None,
     }
-    result = HeterogeneityMeasurement(place, figures)
+    result = HeterogeneityMeasurement(model_label, metrics)
     smooth: dict[str, float | list[float] | None] = {}
     if scope.curvature:
-        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature ({place})"))
-        figures |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
+        smooth = curvature(probe, federation, scope, ids, synthetic, partial(follow, f"curvature ({model_label})"))
+        metrics |= {name: smooth[name] for name in ("L_max", "L_avg")}  # type: ignore[misc]
     if synthetic is None:
         return result
     delta2 = float((gradients.mean - pool.mean).square().sum())
-    figures["delta2"] = delta2
-    figures["sigma2_synthetic"] = float(sigma2_made.mean()) + pool.variance
-    figures["L_synthetic"] = smooth.get("L_synthetic")  # type: ignore[assignment]
+    metrics["delta2"] = delta2
+    metrics["sigma2_synthetic"] = float(sigma2_made.mean()) + pool.variance
+    metrics["L_synthetic"] = smooth.get("L_synthetic")  # type: ignore[assignment]
     measured_L = smooth.get("L_p")
     for number, p in enumerate(scope.shares):
         result.shares.append(
@@ -196,12 +196,12 @@ def measure(
                 "zeta2_bound": fedssyn_bounds.zeta2_bound(p, zeta2),
                 "sigma2": float(((1 - p) * sigma2 + p * sigma2_made + p * (1 - p) * distance).mean()),
                 "sigma2_bound": fedssyn_bounds.sigma2_bound(
-                    p, float(sigma2.mean()), float(figures["sigma2_synthetic"] or 0), zeta2, delta2
+                    p, float(sigma2.mean()), float(metrics["sigma2_synthetic"] or 0), zeta2, delta2
                 ),
                 "L": measured_L[number] if isinstance(measured_L, list) else None,
                 "L_bound": None
-                if figures["L_max"] is None or figures["L_synthetic"] is None
-                else fedssyn_bounds.smoothness_bound(p, figures["L_max"], figures["L_synthetic"]),
+                if metrics["L_max"] is None or metrics["L_synthetic"] is None
+                else fedssyn_bounds.smoothness_bound(p, metrics["L_max"], metrics["L_synthetic"]),
             }
         )
     predict_rounds(result, scope, len(ids))
@@ -284,19 +284,19 @@ def predict_rounds(result: HeterogeneityMeasurement, scope: MeasurementScope, cl
         scope: Limits of the measurement.
         clients: Number of clients.
     """
-    figures = result.metrics
+    metrics = result.metrics
     # If the loss is strongly convex, it exceeds its minimum by at most ||grad f||^2 / (2 mu); use a tenth of that.
     unit = 1.0 if scope.mu is None else 2 * scope.mu
-    epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(figures["gradient2"] or 0) / unit
-    figures["epsilon"] = epsilon
+    epsilon = scope.epsilon if scope.epsilon is not None else 0.1 * float(metrics["gradient2"] or 0) / unit
+    metrics["epsilon"] = epsilon
 
     def steps(zeta2: float | None, sigma2: float | None, L: float | None) -> float:
         # Without a measured curvature, L cancels in the ratio for non-convex losses.
         noise, smooth = max(0.0, sigma2 or 0) / scope.batch, 1.0 if L is None else L
         return fedssyn_bounds.iterations(epsilon, clients, scope.tau, smooth, max(0.0, zeta2 or 0), noise, scope.mu)
 
-    bounded = epsilon > 0 and (scope.mu is None or figures["L_max"] is not None)
-    base = steps(figures["zeta2"], figures["sigma2_mean"], figures["L_max"]) if bounded else 0.0
+    bounded = epsilon > 0 and (scope.mu is None or metrics["L_max"] is not None)
+    base = steps(metrics["zeta2"], metrics["sigma2_mean"], metrics["L_max"]) if bounded else 0.0
     for row in result.shares:
         for name, end in (("rounds", ""), ("rounds_bound", "_bound")):
             value = steps(row[f"zeta2{end}"], row[f"sigma2{end}"], row[f"L{end}"]) / base if base > 0 else math.nan

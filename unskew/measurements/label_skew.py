@@ -9,10 +9,10 @@ import numpy as np
 
 from unskew.data.federation import Federation
 
-Figures = dict[str, float | None]
+Metrics = dict[str, float | None]
 
 
-def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Figures:
+def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
     """Compute metrics of label skew and quantity skew.
 
     ``label_distance_mean`` and ``label_distance_max``: total variation distance, ``1/2 sum_c |q_kc - q_c|``, between

@@ -38,7 +38,9 @@ class LocalModels(Diagnostic):
             client = self.federation.clients[update.client]
             # Only single-label test sets can be weighted by classes; other tasks need held-out samples.
             has_score = self.federation.task == "classification" or len(client.y_test) > 0
-            personal += self.evaluator.one(local, update.buffers, client).accuracy if has_score else math.nan
+            personal += (
+                self.evaluator.evaluate_client(local, update.buffers, client).accuracy if has_score else math.nan
+            )
         count, scored = len(self.updates), self.federation.objective.scored
         return {
             "local_distance": distance / count,

@@ -62,9 +62,13 @@ class CA2FL(ServerRule):
         """Number of updates that the server collects before each step."""
         return self.buffer_size
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the mean ``h`` to zero."""
-        return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=torch.float64)}
+        return {
+            "v": v,
+            "h": torch.zeros_like(v),
+            "total": torch.tensor(federation_info.total_weight(), dtype=torch.float64),
+        }
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Update the model and its buffers from a full buffer of updates."""

@@ -41,9 +41,9 @@ class Center(TrainsAtServer):
             f"center trains without clients, so {others[0]}, which acts at clients, has no effect. Remove one of them."
         )
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the optimizer's moments as empty; they exist after the first round."""
-        return {**super().init(v, facts), "moments": v.new_zeros(0, len(v))}
+        return {**super().init(v, federation_info), "moments": v.new_zeros(0, len(v))}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Continue training on the server data."""

@@ -133,17 +133,17 @@ class DP(ClippedSum):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the clipping norms, and the record of the noise and number of rounds.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
         """
-        plan = facts.plan
+        plan = federation_info.plan
         count = 1 if self.streams == "joint" else 1 + len(plan.scales)
-        largest = float(facts.sizes().max()) if facts.weights == "samples" else 1.0
-        total = facts.total_weight() / largest
+        largest = float(federation_info.sizes().max()) if federation_info.weights == "samples" else 1.0
+        total = federation_info.total_weight() / largest
         return {
             "clip": torch.full((count,), self.clip, dtype=v.dtype, device=v.device),
             "noise": torch.tensor(self.noise_of(plan), dtype=torch.float64),

@@ -162,14 +162,14 @@ class SiteDP(ClippedSum):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the record of the rounds.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
         """
-        plan = facts.plan
+        plan = federation_info.plan
         rounds = self.grid(plan, len(v)).rounds()
         return {
             "noise": torch.tensor(self.noise_of(plan, len(v)), dtype=torch.float64),

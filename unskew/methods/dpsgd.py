@@ -250,7 +250,7 @@ class DPSGD(ClientRule):
         Args:
             data: View of the client's data.
         """
-        samples, plan = data.client.examples, data.plan
+        samples, plan = data.client.num_samples, data.plan
         steps = plan.training.steps(samples, data.client.id) * plan.rounds
         noise = self.noise_of(samples, steps, plan.training.batch_size)
         values = {"noise": noise, "size": float(min(plan.training.batch_size, samples))}
@@ -284,16 +284,16 @@ class DPSGD(ClientRule):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the record of private steps: rows of client, noise multiplier, sampling rate and number of steps.
 
         The noise multiplier is negative if the noise was computed from the seed.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
         """
-        sizes = torch.as_tensor(facts.sizes(), dtype=torch.float64)
+        sizes = torch.as_tensor(federation_info.sizes(), dtype=torch.float64)
         return {"sizes": sizes, "spent": torch.zeros(0, 4, dtype=torch.float64)}
 
     def record_clients(self, state: Tensors, clients: Sequence[int], plan: RoundPlan) -> Tensors:

@@ -48,7 +48,7 @@ class FedACG(FedProx, ServerRule):
     mu: Annotated[float, Field(ge=0)] = 0.002
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.85
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the momentum to zero."""
         return {"v": v, "m": torch.zeros_like(v), EVALUATED: v}
 

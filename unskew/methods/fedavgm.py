@@ -46,7 +46,7 @@ class FedAvgM(ServerRule):
     eta: Annotated[float, Field(gt=0)] = 1.0
     nesterov: bool = False
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the momentum to zero."""
         return {"v": v, "m": torch.zeros_like(v)}
 

@@ -55,4 +55,4 @@ class FedBuff(ServerRule):
         """Update the model and its buffers from a full buffer of updates."""
         mean = updates.aggregate
         v = state["v"] + self.eta * mean.delta
-        return {"v": v} if mean.moved is None else {"v": v, "b": updates.b_global + mean.moved}
+        return {"v": v} if mean.buffer_change is None else {"v": v, "b": updates.b_global + mean.buffer_change}

@@ -55,7 +55,7 @@ class FedDecorr(ClientRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if the model has no trained layers before the head, so that the term has no effect."""
-        return run.told_without_body(self.name, "beta") if self.beta else ()
+        return run.warn_without_body(self.name, "beta") if self.beta else ()
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """Add ``beta`` times the term to the loss."""

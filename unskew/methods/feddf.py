@@ -68,7 +68,9 @@ class FedDF(TrainsAtServer):
             assert update.start is not None
             total = at.outputs(update.start + update.delta, update.buffers, x[rows]).logits + total.to(start.device)
         z = total.new_zeros(len(x), total.shape[1]).index_copy_(0, rows.to(total.device), total / len(updates))
-        v, b, loss = at.train(start, mean.buffers, key, y=z, loss=lambda s, t: at.own.divergence(t, s), **self.budget)
+        v, b, loss = at.train(
+            start, mean.buffers, key, y=z, loss=lambda s, t: at.client_task.divergence(t, s), **self.budget
+        )
         return {"v": v, "b": b, "loss": torch.tensor(loss)}
 
 

@@ -54,17 +54,17 @@ class FedDisco(ClientRule):
     distance: Literal["kl", "l1", "l2", "cosine"] = "kl"
     target: Literal["uniform", "all"] = "uniform"
 
-    def weights(self, facts: FederationInfo, cohort: Sequence[int]) -> np.ndarray:
+    def weights(self, federation_info: FederationInfo, cohort: Sequence[int]) -> np.ndarray:
         """Return the weights ``n_S p_k`` of a cohort before normalization, ``[len(cohort)]``.
 
         Args:
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
             cohort: Clients of the round.
         """
-        counts = facts.class_counts()
-        target = np.ones(facts.classes) if self.target == "uniform" else counts.sum(0)
+        counts = federation_info.class_counts()
+        target = np.ones(federation_info.classes) if self.target == "uniform" else counts.sum(0)
         own = counts[list(cohort)]
-        sizes = np.array([facts.size(client) for client in cohort], dtype=float)
+        sizes = np.array([federation_info.size(client) for client in cohort], dtype=float)
         d = self.discrepancies(own / np.maximum(own.sum(1, keepdims=True), 1), target / target.sum())
         weights = np.maximum(0.0, sizes + sizes.sum() * (self.b - self.a * d))
         return weights if weights.any() else sizes

@@ -144,7 +144,7 @@ class FedDM(ClientRule, ServerRule):
 
         return matched
 
-    def distance(self, ctx: Context, v: Tensor, x: Tensor, y: Tensor, made: Tensor, present: Tensor) -> Tensor:
+    def distance(self, ctx: Context, v: Tensor, x: Tensor, y: Tensor, synthetic: Tensor, present: Tensor) -> Tensor:
         """Compute the distance of the images' class means from those of a batch.
 
         Args:
@@ -152,12 +152,12 @@ class FedDM(ClientRule, ServerRule):
             v: Parameters of the model that computes features and logits, ``[d]``.
             x: Real inputs, ``[B, ...]``.
             y: Classes of the real inputs, ``[B]``.
-            made: Synthetic images, ``[C, images, ...]``.
+            synthetic: Synthetic images, ``[C, images, ...]``.
             present: Mask of the client's classes, ``[C]`` of 0 and 1.
         """
         classes = ctx.spec.classes
         real = ctx.spec.forward(v, ctx.b_global, x)
-        ours = ctx.spec.forward(v, ctx.b_global, made.flatten(0, 1))
+        ours = ctx.spec.forward(v, ctx.b_global, synthetic.flatten(0, 1))
         onehot = (y[:, None] == torch.arange(classes, device=y.device)).to(v.dtype)
         counts = onehot.sum(0)
         known = present * (counts > 0)

@@ -75,9 +75,9 @@ class FedDyn(ClientRule, ServerRule):
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
         ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``h = 0``."""
-        total = torch.tensor(facts.total_weight(), dtype=v.dtype)
+        total = torch.tensor(federation_info.total_weight(), dtype=v.dtype)
         return {"v": v, "h": torch.zeros_like(v), "total": total}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:

@@ -58,7 +58,7 @@ class FedExP(ClientRule, ServerRule):
         """Upload ``w_k ||Delta_k||^2``."""
         ctx.upload["square"] = ctx.weight * ctx.sent_since(carry["start"], v).square().sum()
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Start with ``eta_g = 1``; the evaluated mean of two iterates is the initial model."""
         state = {"v": v, "eta": torch.ones((), dtype=v.dtype)}
         return state if self.evaluate == "last" else {**state, EVALUATED: v}

@@ -40,7 +40,7 @@ class _FedOpt(ServerRule):
     beta1: float
     tau: float
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0`` and the second moment ``tau^2``."""
         return {"v": v, "m": torch.zeros_like(v), "second": torch.full_like(v, self.tau**2)}
 

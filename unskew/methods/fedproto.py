@@ -86,7 +86,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
         """Warn about the global model."""
         return (
             "fedproto exchanges no model, so the global model stays the initial one. Read the personal metrics.",
-            *run.told_without_body(self.name, "ld"),
+            *run.warn_without_body(self.name, "ld"),
         )
 
     def exchanged_slices(

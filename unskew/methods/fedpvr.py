@@ -103,9 +103,9 @@ class FedPVR(ClientRule):
         ctx.upload["change"] = ctx.weight * (new if c_k is None else new - c_k)
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the total weight; the variate is zero until its first update."""
-        return {"total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
+        return {"total": torch.tensor(federation_info.total_weight(), dtype=v.dtype)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the server's variate."""

@@ -80,7 +80,7 @@ class FedReg(ClientRule):
         need_plain_sgd(self.name, run)
         return ()
 
-    def moved(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
+    def perturbed_inputs(self, ctx: Context, x: Tensor, y: Tensor, eta: float) -> Tensor:
         """Move inputs by sign-gradient steps that reduce the global model's loss.
 
         Args:
@@ -106,8 +106,8 @@ class FedReg(ClientRule):
         def corrected(v: Tensor, batch: Batch) -> Tensor:
             v_t, lr = ctx.v_global, batch.lr
             g1 = grad_fn(self.gamma * v + (1 - self.gamma) * v_t, batch)
-            x_s = self.moved(ctx, batch.x, batch.y, self.eta_s)
-            x_p = self.moved(ctx, batch.x, batch.y, self.eta_s / 100)
+            x_s = self.perturbed_inputs(ctx, batch.x, batch.y, self.eta_s)
+            x_p = self.perturbed_inputs(ctx, batch.x, batch.y, self.eta_s / 100)
             with torch.no_grad():
                 y_s = ctx.task.probabilities(ctx.spec.forward(v_t, ctx.b_global, x_s).logits)
             after = v - lr * g1

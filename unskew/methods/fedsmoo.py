@@ -86,7 +86,7 @@ class FedSMOO(ClientRule, ServerRule):
         ctx.state["mu"] = carry["mu"]
         ctx.upload["mu"] = ctx.weight * carry["mu"]
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``s = 0``."""
         return {"s": torch.zeros_like(v)}
 
@@ -99,9 +99,9 @@ class FedSMOO(ClientRule, ServerRule):
         mean = updates.aggregate.upload[self.name]["mu"] / updates.aggregate.weight
         return {"s": of_length(mean, self.rho)}
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``h = 0``."""
-        return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
+        return {"v": v, "h": torch.zeros_like(v), "total": torch.tensor(federation_info.total_weight(), dtype=v.dtype)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """``h <- h + sum_S p_k (theta_k - theta)``; ``theta <- mean theta_k + h``."""

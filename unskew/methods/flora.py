@@ -184,7 +184,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
         """Send everything but the factors to clients, and everything but the weights ``W`` to the server."""
         return exchanged(spec, self.rank_of(client, spec))
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the ranks, if the clients have their own."""
         return {"ranks": v.new_tensor(self.listed_ranks)} if self.ranks else {}
 

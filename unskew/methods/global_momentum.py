@@ -22,7 +22,7 @@ class GlobalMomentum(ClientRule):
         """Share of the momentum in a local step; 0 is FedAvg."""
         raise NotImplementedError
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0``."""
         return {"m": torch.zeros_like(v)}
 

@@ -126,7 +126,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
         part = submodel(spec, self.shares[client % len(self.shares)], round if self.rolling else 0)
         return part, part
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the rates."""
         return {"rates": v.new_tensor(self.shares)}
 

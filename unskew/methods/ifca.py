@@ -138,7 +138,7 @@ class IFCA(ClientRule, ServerRule):
 
     # ---- at the server --------------------------------------------------------------------------------------------------
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Create the first models, ``[P, d]``."""
         noise = [torch.randn(v.shape, generator=generator(0, "ifca models", client=j)) for j in range(1, self.groups)]
         models = torch.stack([v, *(v * (1 + self.spread * e.to(v)) / math.sqrt(1 + self.spread**2) for e in noise)])
@@ -177,9 +177,9 @@ class IFCA(ClientRule, ServerRule):
         """Return how often each model has been chosen so far, in descending order."""
         return {"ifca_chosen": state["chosen"].tolist()}
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Create the same models for the server rule; ``v`` is the first."""
-        return {"v": v, **self.server_init(v, facts)}
+        return {"v": v, **self.server_init(v, federation_info)}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Update all models; ``v`` is that of the largest group."""

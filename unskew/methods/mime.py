@@ -41,7 +41,7 @@ class Mime(MimeLite):
     summary: ClassVar[str] = "mimelite with local steps corrected by the cohort's gradient"
     survey_at: ClassVar[SurveyTime | None] = "asked"
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0`` and ``c = 0``."""
         return {"m": torch.zeros_like(v), "c": torch.zeros_like(v)}
 

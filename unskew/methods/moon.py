@@ -65,7 +65,7 @@ class Moon(ClientRule):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if the model has no trained layers before the head, so that the term has no effect."""
-        return run.told_without_body(self.name, "mu") if self.mu else ()
+        return run.warn_without_body(self.name, "mu") if self.mu else ()
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Add the projection head if ``projection`` is not 0."""

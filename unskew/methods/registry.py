@@ -402,8 +402,8 @@ def own_diagnostics() -> list[str]:
     from unskew.protocol.rules import ServerRule
 
     classes = [rule_class(name) for name in METHODS]
-    figures = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.summary_metrics]
-    return sorted({figure.diagnosis for figure in figures if figure.diagnosis is not None})
+    metric_specs = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.summary_metrics]
+    return sorted({figure.diagnosis for figure in metric_specs if figure.diagnosis is not None})
 
 
 def describe_all() -> list[dict[str, Any]]:

@@ -143,9 +143,9 @@ class Scaffold(ClientRule):
         ctx.upload["change"] = ctx.weight * (new - carry["c_k"])
         ctx.state["c"] = new
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``c = 0``, and the total weight of all clients for the mean over them."""
-        return {"c": torch.zeros_like(v), "total": torch.tensor(facts.total_weight(), dtype=v.dtype)}
+        return {"c": torch.zeros_like(v), "total": torch.tensor(federation_info.total_weight(), dtype=v.dtype)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the server's variate."""

@@ -99,9 +99,9 @@ class VHL(DataRule, ClientRule):
             )
         return ()
 
-    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], federation_info: FederationInfo, seed: int) -> ServerPayload:
         """Generate the virtual set, which is the same for all clients, on the scale of the data."""
-        shape, classes = facts.shape, facts.classes
+        shape, classes = federation_info.shape, federation_info.classes
         y = torch.arange(self.per_class * classes) % classes
         key = torch.tensor(derive(seed, "virtual set"))
         x = (
@@ -111,7 +111,7 @@ class VHL(DataRule, ClientRule):
         )
         return ServerPayload(
             common={
-                "x": encode_virtual_set(x, facts.normalization, facts.dtype),
+                "x": encode_virtual_set(x, federation_info.normalization, federation_info.dtype),
                 "y": smallest_integer_dtype(y, classes),
             }
         )

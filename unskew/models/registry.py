@@ -259,17 +259,17 @@ def _call(
     takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     keywords = [p.name for p in parameters if p.kind in _KEYWORD_KINDS]
     more = {"task": task, "categories": categories}
-    facts = {"shape": shape, "classes": classes, **{name: more[name] for name in more if name in keywords}}
+    data_options = {"shape": shape, "classes": classes, **{name: more[name] for name in more if name in keywords}}
     # Keywords that the user has already set with functools.partial are not passed again.
     fixed = factory.keywords if isinstance(factory, functools.partial) else {}
 
-    refused = [o for o in options if o in facts or not (takes_any or o in keywords)]
+    refused = [o for o in options if o in data_options or not (takes_any or o in keywords)]
     if refused:
-        valid = [keyword for keyword in keywords if keyword not in facts and keyword not in fixed]
+        valid = [keyword for keyword in keywords if keyword not in data_options and keyword not in fixed]
         choices = f"Its options are: {_listed(valid)}." if valid else "It has no options."
         raise ConfigError(f"{label} has no option {_listed(refused)}. {choices}")
 
-    arguments = {k: v for k, v in facts.items() if (takes_any or k in keywords) and k not in fixed}
+    arguments = {k: v for k, v in data_options.items() if (takes_any or k in keywords) and k not in fixed}
     arguments |= options
     needed = [p for p in parameters if p.kind in _OWN_KINDS and p.default is p.empty]
     missing = [p.name for p in needed if p.kind not in _KEYWORD_KINDS or p.name not in arguments]

@@ -49,16 +49,18 @@ def load_client_state(broadcast: Broadcast) -> Broadcast:
     Raises:
         DataError: If the file is not accessible on this machine.
     """
-    if broadcast.kept is None:
+    if broadcast.state_files is None:
         return broadcast
-    read, write = map(Path, broadcast.kept)
-    seen = read.is_file() if broadcast.kept[0] else write.parents[1].is_dir()
-    if not seen:
+    read, write = map(Path, broadcast.state_files)
+    expected = read if broadcast.state_files[0] else write.parents[1]
+    if not (read.is_file() if broadcast.state_files[0] else expected.is_dir()):
         raise DataError(
-            f"{os.uname().nodename} does not see {read if broadcast.kept[0] else write.parents[1]}, where clients' state "
+            f"{os.uname().nodename} does not see {expected}, where clients' state "
             "is stored: put the run folder on a file system that all nodes share, or use ray.state=driver."
         )
-    return replace_fields(broadcast, state=ClientState.of(load_file(read)) if broadcast.kept[0] else ClientState())
+    return replace_fields(
+        broadcast, state=ClientState.of(load_file(read)) if broadcast.state_files[0] else ClientState()
+    )
 
 
 def store_client_state(broadcast: Broadcast, update: Update) -> Update:
@@ -68,8 +70,8 @@ def store_client_state(broadcast: Broadcast, update: Update) -> Update:
         broadcast: Message from the server.
         update: Message from the client.
     """
-    if broadcast.kept is None or not update.is_finite():
+    if broadcast.state_files is None or not update.is_finite():
         return update
     tensors = broadcast.state.updated(update.state).tensors()
-    reference = write_state_file(Path(broadcast.kept[1]), tensors) if tensors else None
-    return replace_fields(update, state=ClientState(), kept=reference)
+    reference = write_state_file(Path(broadcast.state_files[1]), tensors) if tensors else None
+    return replace_fields(update, state=ClientState(), state_file=reference)

@@ -29,7 +29,7 @@ class Workspace:
         folder: Folder for intermediate files and results; None to store nothing.
         shared: Whether other runs use the folder too; if so, each preparation uses its own subfolder.
         device: Device of computations.
-        given: Results of another run to use instead of preparing the data; or None.
+        existing: Results of another run to use instead of preparing the data; or None.
         run: Folder of a resumed run, above which finished results of several runs may be read; or None.
         report: Called with the current step, the amount done and the total.
         warn: Called with warnings for the user.
@@ -38,7 +38,7 @@ class Workspace:
     folder: Path | None = None
     shared: bool = False
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    given: Path | None = None
+    existing: Path | None = None
     run: Path | None = None
     report: Callable[[str, float, float], None] = _quiet
     warn: Callable[[str], None] = _quiet
@@ -67,12 +67,12 @@ class ClientPayloads:
 
     Attributes:
         sent: Tensors by client and name; their memory size counts as traffic.
-        about: Facts about the payloads for the run summary.
+        summary: Entries about the payloads for the run summary.
         digest: Digest of the content.
     """
 
     sent: dict[int, Tensors] = field(default_factory=dict)
-    about: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
 
 
@@ -101,7 +101,7 @@ class PreparedData:
         training: Budget of the clients.
         common: Tensors sent to all clients, by rule.
         counted: Samples per client that count in weighted means, ``[K]``; None if all training samples count.
-        about: Facts about the prepared data for the run summary.
+        summary: Entries about the prepared data for the run summary.
         digest: Digest of the data that clients received.
         traffic: Pairs of a client and its bytes up and down.
         client: Client of a real site, the only one with data; None in simulations.
@@ -112,7 +112,7 @@ class PreparedData:
     training: Training
     common: dict[str, Tensors] = field(default_factory=dict)
     counted: np.ndarray | None = None
-    about: dict[str, Any] = field(default_factory=dict)
+    summary: dict[str, Any] = field(default_factory=dict)
     digest: str = ""
     traffic: tuple[tuple[int, tuple[int, int]], ...] = ()
     client: int | None = None
@@ -140,34 +140,37 @@ class PreparedData:
     def received(
         self,
         rule: str,
-        made: ClientPayloads,
-        dealt: ServerPayload,
+        payloads: ClientPayloads,
+        server_payload: ServerPayload,
         receive: Callable[[ClientData, Tensors], ClientData],
     ) -> PreparedData:
-        """Return the data after clients sent ``made`` and received ``dealt``, with the traffic counted.
+        """Return the data after clients sent ``payloads`` and received ``server_payload``, with the traffic counted.
 
         Args:
             rule: Name of the rule that exchanged the payloads.
-            made: Payloads from clients to the server.
-            dealt: Payload from the server to clients.
+            payloads: Payloads from clients to the server.
+            server_payload: Payload from the server to clients.
             receive: Maps a client's data and its share to its new data.
         """
-        federation, everywhere = self.federation, num_bytes(dealt.common.values())
-        if dealt.shares:
-            clients = joined_clients([receive(c, dealt.shares[c.id]) for c in federation.clients])
+        federation, everywhere = self.federation, num_bytes(server_payload.common.values())
+        if server_payload.shares:
+            clients = joined_clients([receive(c, server_payload.shares[c.id]) for c in federation.clients])
             federation = replace(federation, clients=clients)
         cost = {
-            k: (num_bytes(made.sent.get(k, {}).values()), num_bytes(dealt.shares.get(k, {}).values()) + everywhere)
+            k: (
+                num_bytes(payloads.sent.get(k, {}).values()),
+                num_bytes(server_payload.shares.get(k, {}).values()) + everywhere,
+            )
             for k in range(len(self.federation.clients))
         }
         return replace(
             self,
             federation=federation,
-            training=self._matched(federation, dealt.match_steps),
-            common={**self.common, rule: dealt.common} if dealt.common else self.common,
-            counted=self.federation.sizes if dealt.shares and self.counted is None else self.counted,
-            about={**self.about, **made.about},
-            digest=made.digest or self.digest,
+            training=self._matched(federation, server_payload.match_steps),
+            common={**self.common, rule: server_payload.common} if server_payload.common else self.common,
+            counted=self.federation.sizes if server_payload.shares and self.counted is None else self.counted,
+            summary={**self.summary, **payloads.summary},
+            digest=payloads.digest or self.digest,
             traffic=(*self.traffic, *cost.items()),
         )
 

@@ -29,17 +29,17 @@ class DataRule(Rule):
             workspace: Folder, device, warnings and progress reports of the run.
 
         Returns:
-            Tensors of each client by name, and facts about them for the run summary. In simulations, finished data for
+            Tensors of each client by name, and metrics of them for the run summary. In simulations, finished data for
             all clients may be returned instead; then nothing is exchanged.
         """
         return ClientPayloads()
 
-    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], federation_info: FederationInfo, seed: int) -> ServerPayload:
         """Compute what the server sends back to the clients.
 
         Args:
             sent: Tensors that the clients sent, by client and name.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
             seed: Seed of the run.
 
         Returns:

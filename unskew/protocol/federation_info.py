@@ -74,7 +74,7 @@ class FederationInfo:
         """
 
         def size(client: int) -> int:
-            return federation.clients[client].examples if counted is None else int(counted[client])
+            return federation.clients[client].num_samples if counted is None else int(counted[client])
 
         return FederationInfo(
             len(federation.clients),

@@ -137,11 +137,11 @@ class Broadcast:
         accepted: Round of the client's last update that the server applied; None if there is none. The client continues
             from its state after that update.
         report: Whether the client must report its whole model, including slices that are not exchanged.
-        show: Client rule whose carry the client must return, so that its generated samples can be plotted; empty for none.
-        keeps: Whether the state of the optimizer stays at the client from round to round.
+        carry_of: Client rule whose carry the client must return, so that its generated samples can be plotted; or empty.
+        keeps_optimizer: Whether the state of the optimizer stays at the client from round to round.
         closing: Whether the client only answers the surveys after the last round, without training.
         asks_loss: Whether the client only reports the mean loss of its training samples, without training.
-        kept: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
+        state_files: Paths of the files that the process training the client reads (empty if there is none yet) and writes;
             None if ``state`` is in memory.
     """
 
@@ -157,14 +157,14 @@ class Broadcast:
     initial: Slices = ()
     accepted: int | None = None
     report: bool = False
-    show: str = ""
-    keeps: bool = False
+    carry_of: str = ""
+    keeps_optimizer: bool = False
     closing: bool = False
     asks_loss: bool = False
-    kept: tuple[str, str] | None = None
+    state_files: tuple[str, str] | None = None
 
 
-FIELDS = ("client", "born", "examples", "weight", "metrics", "arrived", "version", "sent_bytes")
+FIELDS = ("client", "origin_round", "num_samples", "weight", "metrics", "arrived", "version", "sent_bytes")
 """Fields of an update that are not tensors."""
 
 
@@ -174,8 +174,8 @@ class Update:
 
     Attributes:
         client: Client number.
-        born: Round of the broadcast that the client trained from.
-        examples: Number of real training samples.
+        origin_round: Round of the broadcast that the client trained from.
+        num_samples: Number of real training samples.
         weight: Aggregation weight before normalization.
         delta: Local model minus broadcast model, ``[d]``; zero on slices that were not exchanged.
         buffers: Buffers after training, ``[m]``.
@@ -184,8 +184,8 @@ class Update:
         metrics: Metrics such as the mean training loss and the number of steps.
         arrived: Round in which the update reached the server; -1 until then.
         report: Whole model ``v [d]``, if requested; used for measurements and not counted as traffic.
-        made: Carry of the rule that the broadcast names in ``show``, before the first step.
-        kept: Path and SHA-256 of the file that contains the state, if ``state`` is not in memory.
+        carry: Carry of the rule that the broadcast names in ``carry_of``, before the first step.
+        state_file: Path and SHA-256 of the file that contains the state, if ``state`` is not in memory.
         start: Broadcast model, ``[d]``; the server adds it for rules that need it.
         b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
         last: The client's previous update, ``[d]``; the server adds it for rules that need it. None for the first
@@ -197,8 +197,8 @@ class Update:
     """
 
     client: int
-    born: int
-    examples: int
+    origin_round: int
+    num_samples: int
     weight: float
     delta: Tensor
     buffers: Tensor
@@ -207,8 +207,8 @@ class Update:
     metrics: dict[str, float]
     arrived: int = -1
     report: Tensors = field(default_factory=dict)
-    made: Tensors = field(default_factory=dict)
-    kept: tuple[str, str] | None = None
+    carry: Tensors = field(default_factory=dict)
+    state_file: tuple[str, str] | None = None
     start: Tensor | None = None
     b_start: Tensor | None = None
     last: Tensor | None = None
@@ -285,10 +285,10 @@ class SummedUpdate:
     """Sum of the updates of several clients of a round, opened under secure aggregation: no single one is known.
 
     Attributes:
-        born: Round of the broadcasts that the clients trained from.
+        origin_round: Round of the broadcasts that the clients trained from.
         clients: Clients whose updates are in the sum.
         unusable: Clients that trained, but whose updates were not finite or too large.
-        examples: Number of real training samples of the clients.
+        num_samples: Number of real training samples of the clients.
         weight: Sum of the aggregation weights.
         delta: Weighted sum of the updates, ``[d]``.
         buffers: Weighted sum of the buffers after training, ``[m]``.
@@ -298,10 +298,10 @@ class SummedUpdate:
         b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
     """
 
-    born: int
+    origin_round: int
     clients: tuple[int, ...]
     unusable: tuple[int, ...]
-    examples: int
+    num_samples: int
     weight: float
     delta: Tensor
     buffers: Tensor

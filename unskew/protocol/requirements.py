@@ -4,7 +4,7 @@ NEEDS = {
     "individual": "the server half reads single updates; without it sums suffice, as under secure aggregation",
     "sent_model": "each update comes with the model that its client received, as update.start",
     "sent_statistics": "each update comes with the buffers that its client received, as update.b_start, if buffers are "
-    "averaged and the whole model is exchanged; aggregate.moved is then their mean change",
+    "averaged and the whole model is exchanged; aggregate.buffer_change is then their mean change",
     "last_update": "each update comes with the client's previous update, as update.last",
     "whole_updates": "clients send updates of the whole model, so the rule conflicts with all rules of the slot sync",
     "same_round": "updates that were sent out in an earlier round are discarded",

@@ -32,7 +32,7 @@ def _number(value: object) -> bool:
     return isinstance(value, int | float | None) or (isinstance(value, list | tuple) and all(map(_number, value)))
 
 
-def _figures(value: Any, _: object) -> bool:
+def _metrics(value: Any, _: object) -> bool:
     return isinstance(value, Mapping) and all(isinstance(k, str) and _number(v) for k, v in value.items())
 
 
@@ -60,17 +60,17 @@ def _travels(value: Any, _: object) -> bool:
     )
 
 
-def _contributed(value: Any, _: object) -> bool:
-    sent = isinstance(value, ClientPayloads) and _by_client(value.sent) and isinstance(value.about, dict)
+def _client_payload(value: Any, _: object) -> bool:
+    sent = isinstance(value, ClientPayloads) and _by_client(value.sent) and isinstance(value.summary, dict)
     return sent or isinstance(value, PreparedData)
 
 
-def _dealt(value: Any, _: object) -> bool:
+def _server_payload(value: Any, _: object) -> bool:
     return isinstance(value, ServerPayload) and _by_client(value.shares) and _tensors(value.common)
 
 
 TENSORS = ("a dictionary of tensors by name", _tensors)
-FIGURES = ("a dictionary of metrics by name, each a number or a list of numbers", _figures)
+METRICS = ("a dictionary of metrics by name, each a number or a list of numbers", _metrics)
 RETURNS: dict[str, tuple[str, Check]] = {
     **dict.fromkeys(
         ("server_init", "download", "server_update", "client_info", "survey", "begin", "decode", "init", "step"),
@@ -86,14 +86,14 @@ RETURNS: dict[str, tuple[str, Check]] = {
             isinstance(value, tuple) and len(value) == 2 and _tensors(value[0]) and hasattr(value[1], "delta")
         ),
     ),
-    "metrics": FIGURES,
+    "metrics": METRICS,
     "report": ("a Report", lambda value, _: isinstance(value, Report)),
     "adapt": ("a pair of a torch.nn.Module and the name of its head", lambda value, _: _pair(value, nn.Module, str)),
     "trainable_mask": ("None or a boolean tensor with an entry for each parameter", _moves),
     "exchanged_slices": ("a pair of tuples of slices, to download and to upload", _travels),
     "local_slices": ("a tuple of slices", _slices),
-    "client_payload": ("ClientPayloads with tensors by client, or PreparedData", _contributed),
-    "server_payload": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _dealt),
+    "client_payload": ("ClientPayloads with tensors by client, or PreparedData", _client_payload),
+    "server_payload": ("unskew.protocol.data_preparation.ServerPayload with tensors by client", _server_payload),
     "apply_payload": ("a ClientData", lambda value, _: isinstance(value, ClientData)),
     "conflict_with": ("None or a sentence", lambda value, _: isinstance(value, str | None)),
 }

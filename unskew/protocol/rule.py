@@ -41,8 +41,9 @@ class Rule:
     summary: ClassVar[str]
     paper: ClassVar[str]
     weights: ClassVar[Weights | None] = None
-    """Client weighting with ``client_weighting=auto``: ``samples``, ``uniform``, or a method ``weights(facts, cohort)`` that
-    computes the weights of a round's clients; None if the rule does not choose one."""
+    """Client weighting with ``client_weighting=auto``: ``samples``, ``uniform``, or a method
+    ``weights(federation_info, cohort)`` that computes the weights of a round's
+    clients; None if the rule does not choose one."""
 
     tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
     """Tasks that the rule supports."""
@@ -145,12 +146,12 @@ class WithServerHalf(Rule):
     hidden_metrics: Collection[str] = ()
     """Metrics of a round that are not recorded, such as the clients' training loss."""
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Return the initial state of the rule's server half, by name.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
         """
         return {}
 

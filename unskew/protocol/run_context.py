@@ -93,7 +93,7 @@ class PreRunContext:
                 f"standardization, categories), which {name} does not protect. Give the values in the configuration."
             )
 
-    def told_without_body(self, name: str, option: str) -> tuple[str, ...]:
+    def warn_without_body(self, name: str, option: str) -> tuple[str, ...]:
         """Return a warning for a rule that acts on features if no trained layer precedes the head.
 
         Args:

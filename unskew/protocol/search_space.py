@@ -18,13 +18,13 @@ class RangeSpace:
         low: Smallest value.
         high: Largest value.
         log: Whether the scale is logarithmic.
-        whole: Whether only integers are allowed.
+        integer: Whether only integers are allowed.
     """
 
     low: float
     high: float
     log: bool = False
-    whole: bool = False
+    integer: bool = False
 
     def __str__(self) -> str:
         return f"{self.low:g}:{self.high:g}{':log' if self.log else ''}"
@@ -52,7 +52,7 @@ def log_range(low: float, high: float) -> RangeSpace:
         low: Smallest value.
         high: Largest value.
     """
-    return RangeSpace(low, high, log=True, whole=isinstance(low, int) and isinstance(high, int))
+    return RangeSpace(low, high, log=True, integer=isinstance(low, int) and isinstance(high, int))
 
 
 def uniform_range(low: float, high: float) -> RangeSpace:
@@ -62,7 +62,7 @@ def uniform_range(low: float, high: float) -> RangeSpace:
         low: Smallest value.
         high: Largest value.
     """
-    return RangeSpace(low, high, whole=isinstance(low, int) and isinstance(high, int))
+    return RangeSpace(low, high, integer=isinstance(low, int) and isinstance(high, int))
 
 
 def one_of(*values: Any) -> CategoricalSpace:

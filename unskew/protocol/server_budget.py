@@ -64,7 +64,7 @@ class TrainsAtServer(ServerRule):
         if self.epochs is not None and self.steps is not None:
             raise ConfigError(f"{self.name} got both epochs and steps. Set only one of them.")
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Return the initial model, with an undefined training loss."""
         return {"v": v, "loss": torch.tensor(math.nan)}
 

@@ -25,12 +25,12 @@ class ServerRule(Rule):
     """Number of updates to collect, over several rounds if necessary, before ``step`` is called; None to call it with the
     updates of each round."""
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Return the server state before the first round; it contains at least ``"v"``.
 
         Args:
             v: Initial model, ``[d]``.
-            facts: Server's information about the federation.
+            federation_info: Server's information about the federation.
         """
         return {"v": v}
 

@@ -49,19 +49,19 @@ class ServerTraining(Protocol):
     Attributes:
         data: Server's samples, as stored, or None; other samples can be passed to the methods.
         task: Task of the server's samples; may differ from the clients' if the data are out of domain.
-        own: Task of the clients.
+        client_task: Task of the clients.
         cohort: Number of clients drawn per round.
         weights: Weighting of clients in means: by samples, or uniform.
-        witness: Test set, if ``diagnose`` enables a metric of the rule that needs it; otherwise None.
+        reference_samples: Test set, if ``diagnose`` enables a metric of the rule that needs it; otherwise None.
         pixels: Scaling of image intensities to inputs of the model.
     """
 
     data: ServerData | None
     task: Task
-    own: Task
+    client_task: Task
     cohort: int
     weights: Literal["samples", "uniform"]
-    witness: ReferenceSamples | None
+    reference_samples: ReferenceSamples | None
 
     @property
     def spec(self) -> ModelSpec:
@@ -79,12 +79,12 @@ class ServerTraining(Protocol):
     def inputs(self, x: Tensor) -> Tensor:
         """Convert stored samples to model inputs: normalized as at clients, on the device."""
 
-    def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
+    def plan(self, key: Tensor, num_samples: int, **changes: Any) -> list[Tensor]:
         """Return the indices ``[B]`` of the samples in each step.
 
         Args:
             key: Random key that determines the order.
-            examples: Number of samples.
+            num_samples: Number of samples.
             **changes: Fields that differ from the clients' budget, as in ``train``.
         """
 

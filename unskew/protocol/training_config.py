@@ -102,24 +102,26 @@ class Training:
         """
         return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
 
-    def steps(self, examples: int, client: int) -> int:
+    def steps(self, num_samples: int, client: int) -> int:
         """Return the number of local steps per round.
 
         Args:
-            examples: Number of samples of the client.
+            num_samples: Number of samples of the client.
             client: Client number.
         """
         if self.local_steps is not None:
             return self.local_steps
-        examples = examples if self.counted is None else self.counted[client]
-        return (self.local_epochs or 1) * len(self.cuts(examples))
+        num_samples = num_samples if self.counted is None else self.counted[client]
+        return (self.local_epochs or 1) * len(self.cuts(num_samples))
 
-    def cuts(self, examples: int) -> list[slice]:
+    def cuts(self, num_samples: int) -> list[slice]:
         """Return the batches of one epoch as slices of a permutation."""
         size = self.batch_size
-        full_samples = examples // size * size
-        keep_rest = full_samples < examples and not (self.drop_last and full_samples)
-        return [slice(s, min(s + size, examples)) for s in range(0, examples if keep_rest else full_samples, size)]
+        full_samples = num_samples // size * size
+        keep_rest = full_samples < num_samples and not (self.drop_last and full_samples)
+        return [
+            slice(s, min(s + size, num_samples)) for s in range(0, num_samples if keep_rest else full_samples, size)
+        ]
 
 
 _parsed = lru_cache(maxsize=16)(parse_schedule)

@@ -74,10 +74,10 @@ class Aggregate:
         self.single = single
         self.count = 0
         self.weight = 0.0
-        self.examples = 0
+        self.num_samples = 0
         self._delta: Tensor | None = None
         self._buffers: Tensor | None = None
-        self._moved: Tensor | None = None
+        self._buffer_change: Tensor | None = None
         self._sent_buffers: Tensor | None = None
         self.upload: dict[str, Tensors] = {}
         self.sent = None
@@ -95,7 +95,7 @@ class Aggregate:
         scale, start_scale = (1.0, update.weight) if summed else (update.weight, 1.0)
         self.count += len(update.clients)
         self.weight += update.weight
-        self.examples += update.examples
+        self.num_samples += update.num_samples
         if self._delta is None or self._buffers is None:
             self._delta, self._buffers = update.delta * scale, update.buffers * scale
         else:
@@ -103,7 +103,7 @@ class Aggregate:
             self._buffers.add_(update.buffers, alpha=scale)
         if update.b_start is not None:
             moved = (update.buffers - update.b_start * start_scale) * scale
-            self._moved = moved if self._moved is None else self._moved + moved
+            self._buffer_change = moved if self._buffer_change is None else self._buffer_change + moved
         for rule, tensors in update.upload.items():
             if rule in self.single:
                 continue
@@ -153,35 +153,37 @@ class Aggregate:
         return self._buffers / self.weight
 
     @property
-    def moved(self) -> Tensor | None:
+    def buffer_change(self) -> Tensor | None:
         """Weighted mean change of the buffers, ``[m]``; None unless a rule needs ``sent_statistics``."""
-        return None if self._moved is None else self._moved / self.weight
+        return None if self._buffer_change is None else self._buffer_change / self.weight
 
     def tensors(self) -> Tensors:
         """Return the sums by name."""
         sums = {
             "delta": self._delta,
             "buffers": self._buffers,
-            "moved": self._moved,
+            "buffer_change": self._buffer_change,
             "sent_buffers": self._sent_buffers,
         }
         for name, both in (("sent", self.sent), ("entries", self.entries)):
             sums |= {} if both is None else {name: both[0], f"{name}_b": both[1]}
         return {**{name: t for name, t in sums.items() if t is not None}, **flatten_records("upload", self.upload)}
 
-    def restore(self, tensors: Tensors, count: int, weight: float, examples: int) -> None:
+    def restore(self, tensors: Tensors, count: int, weight: float, num_samples: int) -> None:
         """Restore the aggregate from the output of ``tensors`` and the three counts.
 
         Args:
             tensors: Tensors of the aggregate by name.
             count: Number of updates.
             weight: Sum of their weights.
-            examples: Total number of samples.
+            num_samples: Total number of samples.
         """
         self.count = count
         self.weight = weight
-        self.examples = examples
-        self._delta, self._buffers, self._moved = (tensors.get(name) for name in ("delta", "buffers", "moved"))
+        self.num_samples = num_samples
+        self._delta, self._buffers, self._buffer_change = (
+            tensors.get(name) for name in ("delta", "buffers", "buffer_change")
+        )
         self._sent_buffers = tensors.get("sent_buffers")
         self.sent = (tensors["sent"], tensors["sent_b"]) if "sent" in tensors else None
         self.entries = (tensors["entries"], tensors["entries_b"]) if "entries" in tensors else None
@@ -217,7 +219,7 @@ class CombinedUpdate(Aggregate):
 
     def __init__(self, sums: Aggregate, combined: Combined):
         super().__init__(sums.single)
-        self.restore(sums.tensors(), sums.count, sums.weight, sums.examples)
+        self.restore(sums.tensors(), sums.count, sums.weight, sums.num_samples)
         self._combined = combined.delta
         self._combined_buffers = combined.buffers
         if combined.upload is not None:

@@ -88,8 +88,8 @@ class Result:
 
     def _shown(self) -> dict[str, Any]:
         judged = objective_metric(self.summary).name
-        figures = ("loss", "best_loss") if "best_perplexity" in self.summary else (judged, f"best_{judged}")
-        return {name: self.summary[name] for name in ("method", "rounds", *figures)}
+        names = ("loss", "best_loss") if "best_perplexity" in self.summary else (judged, f"best_{judged}")
+        return {name: self.summary[name] for name in ("method", "rounds", *names)}
 
     def __repr__(self) -> str:
         return f"Result({', '.join(f'{name}={value!r}' for name, value in self._shown().items())})"

@@ -114,10 +114,10 @@ class MLflow(Callback):
                 return ours[0]  # most recent run
         return None
 
-    def _log(self, figures: dict[str, float], step: int) -> None:
+    def _log(self, metrics: dict[str, float], step: int) -> None:
         now = time.time_ns() // 1_000_000
         self.client.log_batch(
-            self.run_id, metrics=[self.entities.Metric(name, value, now, step) for name, value in figures.items()]
+            self.run_id, metrics=[self.entities.Metric(name, value, now, step) for name, value in metrics.items()]
         )
 
     def round(self, row: Row) -> None:

@@ -53,13 +53,13 @@ ALWAYS = {
 """Round metrics that do not belong to a method."""
 
 
-def method_style(place: int) -> dict[str, str]:
+def method_style(index: int) -> dict[str, str]:
     """Return color, dash and marker of the method at an index of the report's list; all plots use the same colors."""
-    turn = place // len(PALETTE)
+    turn = index // len(PALETTE)
     return {
-        "color": PALETTE[place % len(PALETTE)],
+        "color": PALETTE[index % len(PALETTE)],
         "dash": DASHES[turn % len(DASHES)],
-        "marker": MARKERS[place % len(MARKERS)],
+        "marker": MARKERS[index % len(MARKERS)],
     }
 
 
@@ -107,7 +107,7 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
     """Return the metrics of every method against rounds, traffic and seconds: mean and band over seeds."""
     titles = evaluated_metrics(part)
     return {
-        "figures": titles,
+        "metric_titles": titles,
         "scored": part.objective.name,
         "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
         "unit": " %" if part.objective.percent else "",

@@ -43,11 +43,11 @@ def distribution_of(run: RunFiles) -> dict[str, Any]:
         "hash": run.summary["partition_hash"],
         "sizes": sizes[ordered][rows_shown].tolist(),
         "who": [names[index] for index in ordered[rows_shown]],
-        "figures": size_statistics(sizes),
+        "statistics": size_statistics(sizes),
     }
     counts = class_counts(run)
     if counts is not None:
-        entry["figures"] = {**entry["figures"], **skew_statistics(counts)}
+        entry["statistics"] = {**entry["statistics"], **skew_statistics(counts)}
         entry["map"] = heat_map(counts, names, run.about.get("classes", []))
         if counts.shape[1] == 2 and (counts.sum(1) == sizes).all():  # not two labels, of which a sample may have both
             shown = evenly_spaced(len(names), ROWS)

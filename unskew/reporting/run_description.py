@@ -28,7 +28,7 @@ OWN = "This method is not part of unskew's registry, and reports do not read its
 
 
 @dataclass(frozen=True)
-class MethodFacts:
+class MethodDetails:
     """Facts about one method of a composition: name, slots, summary, paper, and the docstring of its module."""
 
     name: str
@@ -38,25 +38,25 @@ class MethodFacts:
     text: str
 
 
-def method_facts(spelling: str) -> list[MethodFacts]:
+def method_details(spelling: str) -> list[MethodDetails]:
     """Return the methods of a composition; only registered methods are looked up, because others would execute code."""
     try:
         parts = check_expression(spelling)
     except ConfigError:  # a method defined in Python
-        return [MethodFacts(spelling, "", OWN, "", "")]
+        return [MethodDetails(spelling, "", OWN, "", "")]
     from unskew.protocol.method import class_slots
 
-    facts = []
+    details = []
     for part in parts:
         name = part.partition(":")[0].strip()
         known = name.lower() if "." not in name else name
         if known not in METHODS and known not in REFERENCES:
-            facts.append(MethodFacts(name, "", OWN, "", ""))
+            details.append(MethodDetails(name, "", OWN, "", ""))
             continue
         kind = rule_class(known)
         text = inspect.getdoc(sys.modules[kind.__module__]) or ""
-        facts.append(MethodFacts(known, ", ".join(class_slots(kind)), kind.summary, kind.paper, text))
-    return facts
+        details.append(MethodDetails(known, ", ".join(class_slots(kind)), kind.summary, kind.paper, text))
+    return details
 
 
 def docstring_paragraphs(text: str) -> list[tuple[str, str]]:
@@ -169,7 +169,7 @@ def sample_pictures(one: MethodRuns) -> list[tuple[str, str]]:
 
 def generates_data(one: MethodRuns) -> bool:
     """Return whether clients generate data before training; a folder of generated data may belong to another run."""
-    return "data" in {slot for fact in method_facts(one.method) for slot in fact.slots.split(", ")}
+    return "data" in {slot for fact in method_details(one.method) for slot in fact.slots.split(", ")}
 
 
 def synthetic_folders(run: RunFiles) -> list[Path]:

@@ -38,7 +38,7 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
         part: Runs of the group.
         styles: Color and dash of each method.
     """
-    curves: dict[str, Any] = {"figures": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
+    curves: dict[str, Any] = {"metric_titles": {}, "scored": part.scored, "unit": "", "target": None, "lines": {}}
     measured: dict[str, Any] = {"titles": {}, "lines": {}, "dots": {}}
     classifier: dict[str, Any] = {"axes": {}, "lines": {}}
     return {
@@ -117,7 +117,7 @@ def _curves(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     lines = [line for of_method in shown["lines"].values() for line in of_method.values() if line is not None]
     return render_section(
         "curves",
-        titles={name: title.removesuffix(" (%)") for name, title in shown["figures"].items()},
+        titles={name: title.removesuffix(" (%)") for name, title in shown["metric_titles"].items()},
         group=group,
         several_seeds=any(len(method_runs.runs) > 1 for method_runs in part.series),
         reached=tables.target_table(part),
@@ -133,7 +133,9 @@ def _differences(part: RunGroup) -> str:
 def _label_distribution(shown: Sequence[Mapping[str, Any]], group: str) -> str:
     partitions = []
     for entry in shown:
-        numbers = {name: _short(value) for name, value in entry["figures"].items()} | {"partition hash": entry["hash"]}
+        numbers = {name: _short(value) for name, value in entry["statistics"].items()} | {
+            "partition hash": entry["hash"]
+        }
         partitions.append({"title": entry["title"], "numbers": numbers})
     has_map = any("map" in entry for entry in shown)
     return render_section("label_distribution", partitions=partitions, group=group, has_map=has_map)
@@ -191,17 +193,17 @@ def _methods(part: RunGroup, shown: Mapping[str, Any], images: bool) -> str:
     entries = []
     seen: set[str] = set()
     for method_runs in part.series:
-        facts = []
-        for fact in run_description.method_facts(method_runs.method):
+        details = []
+        for fact in run_description.method_details(method_runs.method):
             if fact.name not in seen:
                 seen.add(fact.name)
                 line = "; ".join(filter(None, (fact.summary, fact.paper, fact.slots and f"slot: {fact.slots}")))
                 paragraphs = run_description.docstring_paragraphs(fact.text) if fact.text else []
-                facts.append({"name": fact.name, "line": line, "paragraphs": paragraphs})
+                details.append({"name": fact.name, "line": line, "paragraphs": paragraphs})
         generated = images and run_description.generates_data(method_runs)
         generated = generated and any(synthetic_folders(run) for run in method_runs.runs)
         client, rows = (synthetic_and_real(method_runs) if generated else None) or (None, [])
-        entry = {"label": method_runs.label, "facts": facts, "generated": generated, "client": client, "rows": rows}
+        entry = {"label": method_runs.label, "details": details, "generated": generated, "client": client, "rows": rows}
         entry["periods"] = run_description.averaging_periods(method_runs)
         entry["pictures"] = run_description.sample_pictures(method_runs) if images else []
         entries.append(entry)

@@ -277,7 +277,7 @@ def typical_client(setup: EngineConfig) -> tuple[int, float]:
     """
     clients = setup.federation.clients
     looked_at: Sequence[int] = range(0, len(clients), max(1, len(clients) // timing.MAX_INSPECTED))
-    sizes = {k: clients[k].examples for k in looked_at if clients[k].examples}
+    sizes = {k: clients[k].num_samples for k in looked_at if clients[k].num_samples}
     mean = sum(sizes.values()) / len(sizes)
     steps = [setup.training.steps(size, k) for k, size in sizes.items()]
     return min(sizes, key=lambda k: abs(sizes[k] - mean)), sum(steps) / len(steps)
@@ -305,8 +305,8 @@ def measured_seconds(parts: RunParts, rounds: int, client: int, steps: int) -> t
         if server.setup.rule.steps_without != "clients":
             updates = [trainer.train(server.broadcaster.broadcast(t, client))]
         trained = time.perf_counter()
-        figures = server.aggregator.step(t, updates)
-        seconds = figures["setup_seconds"], figures["train_seconds"], time.perf_counter() - trained
+        metrics = server.aggregator.step(t, updates)
+        seconds = metrics["setup_seconds"], metrics["train_seconds"], time.perf_counter() - trained
         if t >= first_active_round(parts.method) and trained - began > ENOUGH:
             break
     return seconds

@@ -59,7 +59,7 @@ class EarlyStopping:
         if self.selects:
             check_objective_on_held_out(metrics, config, evaluator.federation, why)
 
-    def figures(self, server: Server) -> dict[str, float]:
+    def round_metrics(self, server: Server) -> dict[str, float]:
         """Compute validation metrics on the evaluated clients' held-out samples.
 
         These are ``validation_accuracy`` (or ``validation_r2``), ``validation_loss`` and the objective. Each held-out

@@ -14,7 +14,7 @@ from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
-from unskew.simulation.update_buffer import TAKEN
+from unskew.simulation.update_buffer import RESERVED_METRICS
 from unskew.tasks.base import Task
 from unskew.tasks.classification import Classification
 from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
@@ -95,7 +95,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
             f"The metric {next(iter(own))} needs one value per sample, but {where}. Use loss or perplexity."
         )
     check_metric_names_free(own)
-    possible = [task.scored, "loss", WORST, *task.figures, *own]
+    possible = [task.scored, "loss", WORST, *task.extra_metrics, *own]
     if task.name == "classification":
         possible += metric_names([entry for entry in METRICS if entry not in TWO_CLASSES], names)
     if name not in possible:
@@ -204,7 +204,7 @@ def metric_direction(function: OwnMetric) -> str:
 
 def check_metric_names_free(own: Mapping[str, OwnMetric]) -> None:
     """Validate that no custom metric has the name of an existing metric or key (raises ``ConfigError`` otherwise)."""
-    names = {*TAKEN, *SUMMARY}
+    names = {*RESERVED_METRICS, *SUMMARY}
     taken = sorted(name for name in own if name in names or name.startswith(PREFIXES) or name.endswith(SUFFIXES))
     if taken:
         raise ConfigError(f"The metric {taken[0]} has the name of an existing metric; rename the function.")

@@ -149,14 +149,14 @@ def run_in_pool(at_once: int) -> bool:
     return at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
 
 
-def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
+def run_jobs(works: Sequence[Job], num_workers: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
     """Run jobs in parallel.
 
     If a job fails, the other jobs finish their round and end, and the error is raised.
 
     Args:
         works: Jobs; each is listed after the jobs that its ``after`` names.
-        places: Number of processes, or a ``ParallelOn``.
+        num_workers: Number of processes, or a ``ParallelOn``.
         given: Object that all jobs receive, such as data; all processes of a machine share its memory.
 
     Yields:
@@ -172,14 +172,20 @@ def run_jobs(works: Sequence[Job], places: int, given: Any = None) -> Iterator[t
         with raise_if_unpicklable():
             dump_mmap(given, path)
         crew: ProcessPool | RayJobPool
-        if isinstance(places, ParallelOn):
-            number = int(places)
+        if isinstance(num_workers, ParallelOn):
+            number = int(num_workers)
             crew = RayJobPool(
-                places.address, number, places.auto, places.small, places.deadline, path, paths_to_share(given)
+                num_workers.address,
+                number,
+                num_workers.auto,
+                num_workers.small,
+                num_workers.deadline,
+                path,
+                paths_to_share(given),
             )
         else:
             check_may_start_processes()
-            crew = ProcessPool(max(1, min(places, len(works))), path)
+            crew = ProcessPool(max(1, min(num_workers, len(works))), path)
         try:
             yield from crew.carry_out(works, stopped)
             if stopped:

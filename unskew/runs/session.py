@@ -91,7 +91,7 @@ class Session:
             )  # fmt: skip
             foretold = parts.method.sync is not None and (self.warnings or parts.method.name in REFERENCES)
             overflows = self.server.aggregator.skipped.overflows
-            if rounds and not (self.server.state.moved or overflows or foretold):
+            if rounds and not (self.server.state.changed or overflows or foretold):
                 self.recorder.warn(run_warnings.model_unchanged_warning(parts.network, len(rounds)))
             if lost := run_warnings.late_updates_warning(self.recorder.history):
                 self.recorder.warn(lost)
@@ -155,12 +155,12 @@ class Session:
         if clock is not None:
             clock.add_exchange(counted)
         score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
-        before, held_out = self.recorder.history[-1], self.stopping.figures(self.server)
+        before, held_out = self.recorder.history[-1], self.stopping.round_metrics(self.server)
         judged = self.stopping.score
         return {
             task.scored: score.accuracy,
             "loss": score.loss,
-            **score.figures,
+            **score.metrics,
             **held_out,
             **({f"{judged}_after_closing": held_out[judged]} if judged in held_out else {}),
             f"{task.scored}_before_closing": before[task.scored],
@@ -181,22 +181,22 @@ class Session:
         self.recorder.start_clock()
         self.clients.begin(start)
 
-    def _finished(self, t: int, figures: dict[str, Any]) -> bool:
+    def _finished(self, t: int, metrics: dict[str, Any]) -> bool:
         """Evaluate, record and save after round ``t``; return whether it was the last."""
         parts = self.parts
         done = t + 1
-        self.clients.finishing_round(t, figures)
+        self.clients.finishing_round(t, metrics)
         score = None
         evaluated = self.clients.evaluates(t)
         if parts.attackers is not None:
             predict = partial(self.evaluator.predict_classes, *self.server.selection.evaluated)
-            figures |= parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
+            metrics |= parts.attackers.metrics(predict if evaluated else None, self.evaluator.federation)
         if evaluated:
             score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
-            figures |= self.stopping.figures(self.server)
-            self.best.offer(done, figures.get(self.stopping.score))
+            metrics |= self.stopping.round_metrics(self.server)
+            self.best.offer(done, metrics.get(self.stopping.score))
             for diagnosis in self.diagnoses:
-                figures |= diagnosis.metrics() if diagnosis.updates or not diagnosis.of_clients else {}
+                metrics |= diagnosis.metrics() if diagnosis.updates or not diagnosis.of_clients else {}
         for diagnosis in self.diagnoses:
             diagnosis.begin()
         traffic, skipped = self.server.traffic.total, self.server.aggregator.skipped
@@ -208,12 +208,16 @@ class Session:
                 "round": done,
                 parts.task.scored: score and score.accuracy,
                 "loss": score and score.loss,
-                **(score.figures if score else dict.fromkeys((*parts.task.figures, *parts.metrics.computed.names))),
+                **(
+                    score.metrics
+                    if score
+                    else dict.fromkeys((*parts.task.extra_metrics, *parts.metrics.computed.names))
+                ),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,
                 "seconds": round(self.recorder.seconds, 4),
                 **({"lr": parts.setup.training.rate(t)} if parts.setup.training.scheduled else {}),
-                **figures,
+                **metrics,
             }
         )
         reason = self._stop_reason() if done < parts.config.rounds else None

@@ -106,12 +106,12 @@ class SimulatedClients:
     def begin(self, start: int) -> None:
         """Handle the start of the run, or its resumption after ``start`` finished rounds."""
 
-    def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
+    def finishing_round(self, t: int, metrics: dict[str, Any]) -> None:
         """Handle the end of round ``t``, before evaluation and recording.
 
         Args:
             t: Round index, from 0.
-            figures: Metrics of the round.
+            metrics: Metrics of the round.
         """
 
     def finished_round(self, t: int, last: bool) -> None:
@@ -154,12 +154,12 @@ class SimulatedClients:
         attackers = () if parts.attackers is None else parts.attackers.clients
         more, unseen_rows = self._score_unseen() if federation.unseen else ({}, [])
         honest = scores.without(attackers), None if own is None else own.without(attackers)
-        figures = client_metrics(*honest, parts.metrics, federation.client_names)
+        metrics = client_metrics(*honest, parts.metrics, federation.client_names)
         constants, on_test = parts.evaluator.client_constants(scores), parts.evaluator.test_constant()
         judged = [metric.name for metric in parts.metrics.judging if math.isfinite(on_test.get(metric.name, math.nan))]
-        figures |= {f"constant_{name}": on_test[name] for name in judged}
+        metrics |= {f"constant_{name}": on_test[name] for name in judged}
         rows = client_rows(federation, scores, own, server.clients.last, attackers, constants)
-        return figures | more, [*rows, *unseen_rows]
+        return metrics | more, [*rows, *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         """Evaluate the final model on the unseen clients, and the personal models that they get after the last round.

@@ -91,8 +91,8 @@ def summarize(
         "best_round": best_round,
         "best_last_5": max(scored[-5:]),
         "loss": final["loss"],
-        **{name: final[name] for name in (*task.figures, *metrics.computed.names)},
-        **{f"best_{name}": best_value_of(history, name)[0] for name in task.figures if name.endswith("f1")},
+        **{name: final[name] for name in (*task.extra_metrics, *metrics.computed.names)},
+        **{f"best_{name}": best_value_of(history, name)[0] for name in task.extra_metrics if name.endswith("f1")},
         **{f"best_{name}": best_value_of(history, name, lowest=True)[0] for name in task.lower_is_better},
         **({objective.name: final[objective.name], f"best_{objective.name}": best_value} if other else {}),
         **client_scores,
@@ -120,7 +120,9 @@ def summarize(
         fields = half.report(server.state.rules[half.name], info.plan).summary
         taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
-    summary |= {name: value for name, value in prepared.about.items() if name not in reserved}  # it may come from sites
+    summary |= {
+        name: value for name, value in prepared.summary.items() if name not in reserved
+    }  # it may come from sites
     if attackers:
         summary["attack"] = None if config.attack is None else config.attack.kind
         summary["attackers"] = list(attackers)
@@ -160,11 +162,11 @@ def client_metrics(
         metrics: Metrics of the run; the primary metric and the objective are summarized.
         client_names: Names of all clients; may be empty.
     """
-    figures: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for metric in (metric for metric in metrics.judging if metric.name != WORST):
-        figures |= scores.figures("client", metric, client_names)
-        figures |= {} if own is None else own.figures("personal", metric, client_names)
-    return figures | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
+        values |= scores.metrics("client", metric, client_names)
+        values |= {} if own is None else own.metrics("personal", metric, client_names)
+    return values | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
 
 
 def unseen_metrics(
@@ -178,11 +180,11 @@ def unseen_metrics(
         metrics: Metrics of the run.
         names: Names of all unseen clients; may be empty.
     """
-    figures: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for metric in (metric for metric in metrics.judging if metric.name != WORST):
-        figures |= scores.figures("unseen", metric, names)
-        figures |= {} if own is None else own.figures("unseen_personal", metric, names)
-    return figures | {"unseen_evaluated": len(scores.accuracies), "unseen_evaluated_on": scores.measured_on}
+        values |= scores.metrics("unseen", metric, names)
+        values |= {} if own is None else own.metrics("unseen_personal", metric, names)
+    return values | {"unseen_evaluated": len(scores.accuracies), "unseen_evaluated_on": scores.measured_on}
 
 
 def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:
@@ -238,10 +240,10 @@ def client_rows(
         constants: Metrics of a constant prediction by client, with their prefix, or None.
         complete: Scores of the final model on all samples of clients that train on none, or None.
     """
-    figures = scores.by_client()
+    round_values = scores.by_client()
     further = [other.by_client(prefix) for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)) if other]
     for k, values in chain.from_iterable(metrics.items() for metrics in (*further, constants or {})):
-        figures.setdefault(k, {}).update(values)
+        round_values.setdefault(k, {}).update(values)
     clients, names = federation.clients, federation.client_names
     has_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
     classes = [str(c) for c in range(federation.classes)]
@@ -256,10 +258,10 @@ def client_rows(
     if isinstance(clients, ArrayClients):
         num_samples, held_out = federation.sizes, clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
-        listed = range(len(clients)) if few else sorted({*took_part, *figures})
+        listed = range(len(clients)) if few else sorted({*took_part, *round_values})
         sizes = {k: (int(num_samples[k]), int(held_out[k])) for k in listed}
     else:
-        sizes = {k: (clients[k].examples, len(clients[k].y_test)) for k in figures}
+        sizes = {k: (clients[k].num_samples, len(clients[k].y_test)) for k in round_values}
     return [
         {
             "client": k,
@@ -268,8 +270,8 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
-            **({"support": support(k)} if has_support and k in figures and num_held_out else {}),
-            **finite_or_none(figures.get(k, {})),
+            **({"support": support(k)} if has_support and k in round_values and num_held_out else {}),
+            **finite_or_none(round_values.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()
     ]

@@ -108,7 +108,7 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
     key = "r2" if task == "regression" else "accuracy"
     configured = [metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO]
     further = dict.fromkeys([*configured, *own.get("own_metrics", {})])
-    titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].figures}}
+    titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].extra_metrics}}
     titles |= {name: metric_of(own, name).title for name in further}
     at_clients = {"client": "at clients", "personal": "of personal models"}
     return {name: f"Test {title}, last round" for name, title in titles.items()} | {

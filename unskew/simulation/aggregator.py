@@ -119,7 +119,7 @@ class Aggregator:
         for update in accepted:
             self.clients.accept(update)
         if accepted and "last_update" in setup.needs:
-            for single in intake.whole.individual or ():
+            for single in intake.round_updates.individual or ():
                 self.clients.put_last_update(single)
         self.skipped.count(skipped, overflowed)
         means = {name: total / len(accepted) if accepted else 0.0 for name, total in intake.sums.items()}
@@ -144,10 +144,10 @@ class Aggregator:
         for update in arrivals:
             clients = *update.unusable, *update.clients
             for client in clients:
-                _, up = self.broadcaster.slices(update.born, client)
+                _, up = self.broadcaster.slices(update.origin_round, client)
                 traffic.count_update(update, client, up)
             senders += clients
-            if "same_round" in needs and update.born != round:
+            if "same_round" in needs and update.origin_round != round:
                 discarded += len(clients)
                 continue
             usable = update.clients if update.is_finite() else ()
@@ -205,13 +205,13 @@ class Aggregator:
             done = new_state.get("b", done)
             new_state = {name: t for name, t in new_state.items() if name != "b"}
             server_rule = self.broadcaster.exchange.only_sent(gathered.aggregate.sent, new_state, server_rule)
-        sums = intake.whole.aggregate
+        sums = intake.round_updates.aggregate
         if intake.accepted or combined:
-            all_updates = self.updates(round, intake.whole, current.b)
+            all_updates = self.updates(round, intake.round_updates, current.b)
             rules = {half.name: half.server_update(rules[half.name], all_updates) for half in method.halves}
             # Buffers of updates that wait in the server's buffer move together with the model.
             if done is None:
-                done = b if rule.updates_per_step is not None and sums.moved is not None else sums.buffers
+                done = b if rule.updates_per_step is not None and sums.buffer_change is not None else sums.buffers
             b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
         elif done is not None:
             b = done
@@ -235,8 +235,8 @@ class Aggregator:
         assert rule is not None
         state = current.rules[rule.name]
         collections = intake.for_rule()
-        if all(collected is not intake.whole for collected in collections):
-            collections = [*collections, intake.whole]
+        if all(collected is not intake.round_updates for collected in collections):
+            collections = [*collections, intake.round_updates]
         for collected in collections:
             if collected.aggregate.count or rule.combines_empty:
                 if not collected.aggregate.count and self.setup.method.sync is not None:

@@ -114,7 +114,7 @@ class Broadcaster:
         model = self.model(round), self.state.b
         weights = zip(cohort, self.setup.federation_info.cohort_weights(cohort), strict=True)
         self.traffic.count_models(round, [(client, self.slices(round, client)[0]) for client in cohort])
-        blank = {"closing": True, "keeps": False, "download": {}}
+        blank = {"closing": True, "keeps_optimizer": False, "download": {}}
         return [self.message(round, k, model, None, (), weight, **blank) for k, weight in weights]
 
     def loss_questions(self, round: int, candidates: Sequence[int]) -> list[Broadcast]:
@@ -140,7 +140,7 @@ class Broadcaster:
         sync = self.setup.method.sync
         own = () if sync is None else sync.local_slices(self.setup.spec)
         down = complement_slices(own, len(final[0])) if own else None
-        return self.message(round, client, final, down, (), report=True, keeps=False)
+        return self.message(round, client, final, down, (), report=True, keeps_optimizer=False)
 
     def closing_broadcast(self, round: int, client: int, final: ModelPair) -> Broadcast:
         """Create a broadcast of the final model for the surveys after the last round, and count its bytes.
@@ -150,7 +150,7 @@ class Broadcaster:
             client: Client number.
             final: Final model and its buffers.
         """
-        broadcast = self.message(round, client, final, None, (), closing=True, keeps=False)
+        broadcast = self.message(round, client, final, None, (), closing=True, keeps_optimizer=False)
         self.traffic.count_final_model(broadcast)
         return broadcast
 
@@ -176,7 +176,7 @@ class Broadcaster:
             **fields: Further fields of the broadcast.
         """
         info, (v, b) = self.setup.federation_info, model
-        accepted, (state, file) = self.clients.last.get(client), self.clients.store.lent(client)
+        accepted, (state, file) = self.clients.last.get(client), self.clients.store.state_or_file(client)
         if weight is None:  # after the last round; unseen clients have no weight of their own
             weight = info.cohort_weights([client])[0] if client < info.clients else 1.0
         rules = self.state.rules
@@ -187,7 +187,7 @@ class Broadcaster:
             v=v,
             b=b if self.setup.buffers == "average" else self._initial_buffers,
             state=state,
-            kept=file,
+            state_files=file,
             weight=weight,
             down=down,
             up=up,
@@ -195,7 +195,7 @@ class Broadcaster:
             accepted=accepted,
             **{
                 "download": {name: tensors for name, tensors in extra.items() if tensors},
-                "keeps": "optimizer" in self.setup.needs,
+                "keeps_optimizer": "optimizer" in self.setup.needs,
                 **fields,
             },
         )

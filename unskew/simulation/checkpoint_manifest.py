@@ -27,8 +27,8 @@ class UpdateFields(ManifestPart):
     """Fields of an update that are not tensors, see ``unskew.protocol.messages``."""
 
     client: Count
-    born: Count
-    examples: Count
+    origin_round: Count
+    num_samples: Count
     weight: Amount
     metrics: dict[str, Annotated[float, Field(strict=True)]]
     arrived: Annotated[int, Field(strict=True, ge=-1, lt=LARGEST)]
@@ -41,7 +41,7 @@ class WaitingUpdates(ManifestPart):
 
     count: Count
     weight: Amount
-    examples: Count
+    num_samples: Count
     updates: list[UpdateFields]
 
 
@@ -102,8 +102,8 @@ def check_manifest(manifest: dict[str, Any]) -> None:
         raise ValueError(first_problem(error)) from None
     if "server.safetensors" not in parsed.files:
         raise ValueError("files: server.safetensors is missing")
-    rounds = [*parsed.last.values(), *(born for _, born in parsed.sent.values())]
-    if max([*rounds, *(update.born for update in parsed.in_flight)], default=-1) >= parsed.round:
+    rounds = [*parsed.last.values(), *(origin_round for _, origin_round in parsed.sent.values())]
+    if max([*rounds, *(update.origin_round for update in parsed.in_flight)], default=-1) >= parsed.round:
         raise ValueError("an entry is of a later round than the checkpoint")
     flying = [update.client for update in parsed.in_flight]
     if len(set(flying)) < len(flying):

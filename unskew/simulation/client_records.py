@@ -18,7 +18,7 @@ class SentModel:
     """Broadcast values that a rule needs later: version, round, model ``[d]`` and buffers ``[m]``."""
 
     version: int
-    born: int
+    origin_round: int
     v: Tensor | None = None
     b: Tensor | None = None
 
@@ -45,8 +45,8 @@ class ClientRecords:
 
     def tensors(self) -> Tensors:
         """Return the tensors of broadcasts in flight, by name; all broadcasts of a round share theirs."""
-        sent = {f"sent/{sent.born}": sent.v for sent in self.sent.values() if sent.v is not None}
-        return sent | {f"sent-b/{sent.born}": sent.b for sent in self.sent.values() if sent.b is not None}
+        sent = {f"sent/{sent.origin_round}": sent.v for sent in self.sent.values() if sent.v is not None}
+        return sent | {f"sent-b/{sent.origin_round}": sent.b for sent in self.sent.values() if sent.b is not None}
 
     def add_sent(self, broadcast: Broadcast, version: int, v: bool, b: bool) -> None:
         """Remember what a client trains from.

@@ -37,7 +37,7 @@ class ClientScores:
     others: Mapping[str, np.ndarray] = field(default_factory=dict)
     pooled: Mapping[str, float] = field(default_factory=dict)
 
-    def figures(self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()) -> dict[str, Any]:
+    def metrics(self, whose: str, metric: MetricInfo, client_names: Sequence[str] = ()) -> dict[str, Any]:
         """Return the mean, standard deviation, worst client and worst decile of a metric over clients, for the summary.
 
         Clients for which the metric is undefined are counted and named. The variance is divided by the number of clients.

@@ -69,7 +69,7 @@ class ClientStore:
         while self.folder is not None and self._bytes > self.limit and len(self._memory) > 1:
             self._spill(next(iter(self._memory)))
 
-    def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
+    def state_or_file(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
         """Return the client's state at the start of a round, or a reference to its file."""
         return ClientState.of(self.get(client)), None
 
@@ -140,7 +140,7 @@ class SharedStore(ClientStore):
         self.root = folder.absolute()
         self.root.mkdir(parents=True, exist_ok=True)
 
-    def lent(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
+    def state_or_file(self, client: int) -> tuple[ClientState, tuple[str, str] | None]:
         """Return a reference to the client's state file.
 
         Every version has a new file name, so that no cache can return an old one.

@@ -225,7 +225,7 @@ class Clock:
         """
         uplink, downlink, latency, compute = self.speeds[update.client].tolist()
         down = self.server.traffic.total.clients[update.client][1] - self.bytes_before[update.client]
-        slices = self.server.broadcaster.slices(update.born, update.client)[1]
+        slices = self.server.broadcaster.slices(update.origin_round, update.client)[1]
         up = sum(self.server.traffic.upload_sizes(update, slices))
         time = self.now + latency + down / downlink + update.metrics["steps"] * compute + latency + up / uplink
         self.latest = max(self.latest, time)

@@ -39,7 +39,7 @@ class Score:
 
     accuracy: float
     loss: float
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Evaluator:
@@ -79,12 +79,12 @@ class Evaluator:
         xs: Iterable[Tensor],
         ys: Iterable[Tensor],
         single: bool = False,
-        kept: list[Tensor] | None = None,
+        logits_list: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Evaluate samples in chunks: correctness, number of predictions and loss per sample, and the summed tallies.
 
         Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits are
-        appended to ``kept``, if it is a list.
+        appended to ``logits_list``, if it is a list.
         """
         right = []
         scores = []
@@ -95,8 +95,8 @@ class Evaluator:
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
                 logits = predict(self.normalize(x)).logits
-                if kept is not None:
-                    kept.append(logits)
+                if logits_list is not None:
+                    logits_list.append(logits)
                 right.append(self.task.correct(logits, target))
                 scores.append(self.task.predictions(target))
                 if single:
@@ -147,12 +147,12 @@ class Evaluator:
             b: Buffers of the model, ``[m]``.
         """
         kept_scores: list[Tensor] | None = [] if self.metrics else None
-        right, scores, losses, tally = self._samples(v, b, *self._test, kept=kept_scores)
+        right, scores, losses, tally = self._samples(v, b, *self._test, logits_list=kept_scores)
         loss = float(losses.sum() / scores.sum())
-        figures = self.task.measure(tally, loss)
+        metrics = self.task.measure(tally, loss)
         if kept_scores is not None:
-            figures |= self._of_all(kept_scores, self.test[1], "the test set")
-        return Score(figures.pop(self.task.scored, mean_accuracy(right, scores)), loss, figures)
+            metrics |= self._of_all(kept_scores, self.test[1], "the test set")
+        return Score(metrics.pop(self.task.scored, mean_accuracy(right, scores)), loss, metrics)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
         """Return the true values of the test set and the model's probabilities or predictions for it.
@@ -162,7 +162,7 @@ class Evaluator:
             b: Buffers of the model, ``[m]``.
         """
         kept_scores: list[Tensor] = []
-        self._samples(v, b, *self._test, kept=kept_scores)
+        self._samples(v, b, *self._test, logits_list=kept_scores)
         return truth_and_scores(self.task, kept_scores, self.test[1])
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
@@ -203,7 +203,7 @@ class Evaluator:
         b: Tensor,
         most: int,
         seed: int,
-        own: Models | None = None,
+        personal_models: Models | None = None,
         each: bool = False,
         pooled: bool = False,
     ) -> ClientScores:
@@ -218,7 +218,7 @@ class Evaluator:
             b: Buffers, ``[m]``.
             most: Maximum number of clients to evaluate; a seeded random subset is used if there are more.
             seed: Seed of the run.
-            own: Returns the models and the buffers that serve the clients, if these differ between clients.
+            personal_models: Returns the models and the buffers that serve the clients, if these differ between clients.
             each: Whether to compute all metrics of each client, in addition to the primary metric and the loss.
             pooled: Whether to compute all metrics on the held-out samples of these clients together.
         """
@@ -230,10 +230,13 @@ class Evaluator:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
         judged, measured_on = evaluated or clients, HELD_OUT if evaluated else BY_CLASS
         who, scored = np.array([c.id for c in judged], np.int64), self.task.scored
-        if own is not None:
-            scores = [self.one(*served, c, each) for c, served in zip(judged, own(who.tolist()), strict=True)]
+        if personal_models is not None:
+            scores = [
+                self.evaluate_client(*served, c, each)
+                for c, served in zip(judged, personal_models(who.tolist()), strict=True)
+            ]
             accuracies, losses = np.array([(score.accuracy, score.loss) for score in scores]).T
-            others = metrics_by_name([score.figures for score in scores])
+            others = metrics_by_name([score.metrics for score in scores])
             return ClientScores(accuracies, measured_on, losses, who, scored, others)
         if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
@@ -243,7 +246,7 @@ class Evaluator:
         kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
-        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, kept=kept_scores)
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, logits_list=kept_scores)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
@@ -261,7 +264,7 @@ class Evaluator:
                 pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
-    def one(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
+    def evaluate_client(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
         """Evaluate a client's own model on its data.
 
         Args:
@@ -272,7 +275,7 @@ class Evaluator:
         """
         if len(client.y_test):
             kept_scores: list[Tensor] | None = [] if each and self.task.name != "language" else None
-            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept=kept_scores)
+            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=kept_scores)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
             logits = scores[0] if kept_scores is None else torch.cat(kept_scores)
             others = self._others(logits, client.y_test, loss, client.id) if each else {}

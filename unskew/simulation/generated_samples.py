@@ -42,7 +42,7 @@ class GeneratedSamplesRecorder:
         rules: Client rules of the run.
         federation: Data of the run.
         round: Number of the round to show, from 0: the last one.
-        most: Number of clients to show: the first ones of the round's cohort.
+        max_clients: Number of clients to show: the first ones of the round's cohort.
 
     Attributes:
         problem: Reason why no images can be written; None if there may be some.
@@ -50,13 +50,15 @@ class GeneratedSamplesRecorder:
 
     problem: str | None
 
-    def __init__(self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, most: int = 10):
+    def __init__(
+        self, engine: Engine, rules: Sequence[ClientRule], federation: Federation, round: int, max_clients: int = 10
+    ):
         self.name = engine.name
         self.engine = engine
         self.federation = federation
         self.last = round
-        self.most = most
-        self.made: dict[int, Tensors] = {}
+        self.max_clients = max_clients
+        self.carries: dict[int, Tensors] = {}
         self.problem = None
         self.rule = next((rule.name for rule in rules if rule.name in GENERATED), "")
         if not self.rule:
@@ -68,14 +70,14 @@ class GeneratedSamplesRecorder:
         """Train a cohort and store its generated samples."""
         if self.problem is None:
             broadcasts = [
-                dataclasses.replace(broadcast, show=self.rule)
-                if index < self.most and broadcast.round == self.last
+                dataclasses.replace(broadcast, carry_of=self.rule)
+                if index < self.max_clients and broadcast.round == self.last
                 else broadcast
                 for index, broadcast in enumerate(broadcasts)
             ]
         for update in self.engine.train(broadcasts):
-            if update.made:
-                self.made[update.client] = update.made
+            if update.carry:
+                self.carries[update.client] = update.carry
             yield update
 
     def close(self) -> None:
@@ -84,14 +86,14 @@ class GeneratedSamplesRecorder:
 
     def draw(self, folder: Path) -> str | None:
         """Write one image per client, ``client-0003.png``; return a message if there is nothing to draw."""
-        if self.problem is None and not self.made:
+        if self.problem is None and not self.carries:
             return "save_samples: no client generated samples in the last round, so no images were written."
-        if self.made:
+        if self.carries:
             make_folder(folder)
         for old in folder.glob("client-*.png"):
             old.unlink()
         pixels = PixelScaling.of(self.federation)
-        for client, carry in self.made.items():
+        for client, carry in self.carries.items():
             x, y = GENERATED[self.rule](carry)
             images = pixels.intensities(x.cpu()).clamp(0, 1)
             save_images_by_class(

@@ -85,18 +85,19 @@ class Network:
                 self._hold(update, round + delay)
             else:
                 arrivals.append(update)
-        self.ages = [round - update.born for update in arrivals]
-        arrivals.sort(key=lambda update: (update.born, update.client))
+        self.ages = [round - update.origin_round for update in arrivals]
+        arrivals.sort(key=lambda update: (update.origin_round, update.client))
         return (
-            u if u.born == round else Update.of(u.fields(), self.store.take(u.client), self.device) for u in arrivals
+            u if u.origin_round == round else Update.of(u.fields(), self.store.take(u.client), self.device)
+            for u in arrivals
         )
 
     def _deliver_in_time(self, clock: Clock, round: int, results: Iterable[Update]) -> Iterator[Update]:
         """Yield the updates that arrive before the deadline of the round, and move the clock to the round's end."""
         due = [update for update in self.pending if clock.arrivals[update.client] <= clock.limit]
         self.pending = [update for update in self.pending if clock.arrivals[update.client] > clock.limit]
-        self.ages = [round - update.born for update in due]
-        for update in sorted(due, key=lambda update: (update.born, update.client)):
+        self.ages = [round - update.origin_round for update in due]
+        for update in sorted(due, key=lambda update: (update.origin_round, update.client)):
             clock.latest = max(clock.latest, clock.arrivals.pop(update.client))
             yield Update.of(update.fields(), self.store.take(update.client), self.device)
         for update in results:
@@ -117,16 +118,16 @@ class Network:
         self.store.put(update.client, update.tensors())
         self.pending.append(Update.of({**update.fields(), "arrived": arrival}, {}))
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the round metrics on time and delays: updates in flight, and the ages in rounds of the arrivals."""
-        figures: dict[str, Any] = {}
+        metrics: dict[str, Any] = {}
         may_wait = not self.delays.instant
         if self.clock is not None:
-            figures["seconds_simulated"] = self.clock.now
+            metrics["seconds_simulated"] = self.clock.now
             if self.clock.deadline < math.inf:
                 may_wait = self.clock.accepts_late
-                figures |= {} if may_wait else {"late": self.clock.num_late}
-        return {**figures, **(age_metrics(self.ages, len(self.pending)) if may_wait else {})}
+                metrics |= {} if may_wait else {"late": self.clock.num_late}
+        return {**metrics, **(age_metrics(self.ages, len(self.pending)) if may_wait else {})}
 
 
 def age_metrics(ages: Sequence[int], in_flight: int) -> dict[str, Any]:

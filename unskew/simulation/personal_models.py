@@ -46,7 +46,7 @@ def keeps_client_state(method: Method, spec: ModelSpec) -> bool:
 
 
 def serving_model(
-    method: Method, spec: ModelSpec, buffers: Buffers, state: ClientState, v: Tensor, b: Tensor, own: bool
+    method: Method, spec: ModelSpec, buffers: Buffers, state: ClientState, v: Tensor, b: Tensor, personal: bool
 ) -> tuple[Tensor, Tensor]:
     """Return the model and the buffers that serve a client: the global ones, except for what the client keeps.
 
@@ -57,11 +57,11 @@ def serving_model(
         state: State of the client; empty if it never took part.
         v: Global model, ``[d]``.
         b: Global buffers, ``[m]``.
-        own: Whether the client's personal model, or its local slices, replace the global model.
+        personal: Whether the client's personal model, or its local slices, replace the global model.
     """
     if buffers == "local" and state.buffers is not None:
         b = state.buffers
-    if not own:
+    if not personal:
         return v, b
     slices = method.sync.local_slices(spec) if method.sync is not None else ()
     if state.model is not None:
@@ -74,18 +74,18 @@ def serving_model(
     return v, b
 
 
-def stored_models(server: Server, own: bool, clients: Sequence[int]) -> Served:
+def stored_models(server: Server, personal: bool, clients: Sequence[int]) -> Served:
     """Yield the model that serves each client, see ``serving_model``; new clients get the global model.
 
     Args:
         server: Server after the last round.
-        own: Whether personal models, or local slices, replace the global model.
+        personal: Whether personal models, or local slices, replace the global model.
         clients: Clients to serve.
     """
     setup, final = server.setup, server.selection.evaluated
     for client in clients:
         state = ClientState.of(server.clients.store.get(client))
-        yield serving_model(setup.method, setup.spec, setup.buffers, state, *final, own)
+        yield serving_model(setup.method, setup.spec, setup.buffers, state, *final, personal)
 
 
 def fine_tuned_models(

@@ -156,8 +156,10 @@ def _read_server(path: Path, manifest: dict[str, Any], server: Server) -> Stored
         (tensors[f"{kind}/v"], tensors[f"{kind}/b"]) if f"{kind}/v" in tensors else None for kind in ("mean", "best")
     )
     sent = {
-        int(k): SentModel(version, born, tensors.get(f"sent/{born}"), tensors.get(f"sent-b/{born}"))
-        for k, (version, born) in manifest["sent"].items()
+        int(k): SentModel(
+            version, origin_round, tensors.get(f"sent/{origin_round}"), tensors.get(f"sent-b/{origin_round}")
+        )
+        for k, (version, origin_round) in manifest["sent"].items()
     }
     observed = {kind: part(kind) for kind in server.observed}
     rules = unflatten_records("rules", tensors)

@@ -91,8 +91,8 @@ def run_rounds(
                 if attackers is not None:
                     results = attackers.replace_updates(t, state.v, trained, results)
                 arrivals = network.deliver(t, results)
-                figures = server.aggregator.step(t, arrivals)
-                if finished(t, {"cohort": len(cohort), **figures, **network.figures()}):
+                metrics = server.aggregator.step(t, arrivals)
+                if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
                     return
                 if stopped:
                     raise RunInterrupted(stopped[0])

@@ -87,7 +87,7 @@ class ServerState:
         b: Normalization buffers of the global model, ``[m]``.
         waiting: Updates in the server rule's buffer.
         version: Number of updates applied so far.
-        moved: Whether the model has changed since this object was created or restored.
+        changed: Whether the model has changed since this object was created or restored.
     """
 
     def __init__(self, setup: ServerSetup):
@@ -97,7 +97,7 @@ class ServerState:
         self.rules = setup.initial_rules(self.v)
         self.waiting = empty_updates(setup.method, setup.rule)
         self.version = 0
-        self.moved = False
+        self.changed = False
 
     @property
     def v(self) -> Tensor:
@@ -129,7 +129,7 @@ class ServerState:
             waiting: New content of the server rule's buffer.
             num_updates: Number of updates applied in the round.
         """
-        self.moved = self.moved or not torch.equal(server_rule["v"], self.v)
+        self.changed = self.changed or not torch.equal(server_rule["v"], self.v)
         self.server_rule, self.rules = server_rule, rules
         self.b = b
         self.waiting = waiting

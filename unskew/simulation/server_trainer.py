@@ -55,9 +55,9 @@ class ServerTrainer:
         self.cohort = cohort
         self.weights = weights
         self.round = 0
-        self.witness = ReferenceSamples(*federation.test, federation.objective) if observed else None
+        self.reference_samples = ReferenceSamples(*federation.test, federation.objective) if observed else None
         self.data, self.pixels = federation.server, PixelScaling.of(federation)
-        self.task = self.own = federation.objective
+        self.task = self.client_task = federation.objective
         if self.data is not None and not self.data.in_domain:
             self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
         self.inputs = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
@@ -72,15 +72,15 @@ class ServerTrainer:
         self.round = round
         return self
 
-    def plan(self, key: Tensor, examples: int, **changes: Any) -> list[Tensor]:
+    def plan(self, key: Tensor, num_samples: int, **changes: Any) -> list[Tensor]:
         """Return the sample indices of each step, see ``ServerTraining``.
 
         Args:
             key: Random key.
-            examples: Number of samples.
+            num_samples: Number of samples.
             **changes: Fields of the training configuration to change.
         """
-        return BatchPlan(self._training(changes), examples, int(key), 0, 0).batches
+        return BatchPlan(self._training(changes), num_samples, int(key), 0, 0).batches
 
     def batch(self, index: Tensor, step: int, x: Tensor | None = None, y: Tensor | None = None) -> Batch:
         """Return a batch, see ``ServerTraining``.

@@ -18,12 +18,12 @@ from unskew.protocol.updates import Aggregate, Combined, Masks
 from unskew.tasks.registry import TASKS
 
 AnyUpdate = TypeVar("AnyUpdate", Update, SummedUpdate)
-FIGURES = ("loss", "setup_seconds", "train_seconds")
+AVERAGED_METRICS = ("loss", "setup_seconds", "train_seconds")
 """Metrics of updates that are averaged over a round."""
-TAKEN = {
+RESERVED_METRICS = {
     *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),
-    *("train_loss", "in_flight", "lr", "seconds_simulated", "late", *FIGURES),
-    *(figure for task in TASKS.values() for figure in (task.scored, *task.figures)),
+    *("train_loss", "in_flight", "lr", "seconds_simulated", "late", *AVERAGED_METRICS),
+    *(figure for task in TASKS.values() for figure in (task.scored, *task.extra_metrics)),
 }
 """Names of round metrics that are reserved for the core."""
 
@@ -57,7 +57,7 @@ class CollectedUpdates:
         """Return a copy to which updates can be added without changing this one."""
         fresh = Aggregate(self.aggregate.single)
         sums = {name: t.clone() for name, t in self.aggregate.tensors().items()}
-        fresh.restore(sums, self.aggregate.count, self.aggregate.weight, self.aggregate.examples)
+        fresh.restore(sums, self.aggregate.count, self.aggregate.weight, self.aggregate.num_samples)
         return CollectedUpdates(fresh, None if self.individual is None else list(self.individual))
 
     def tensors(self) -> Tensors:
@@ -69,28 +69,28 @@ class CollectedUpdates:
         }
         return {**{f"sums/{name}": t for name, t in self.aggregate.tensors().items()}, **single}
 
-    def about(self) -> dict[str, Any]:
+    def fields(self) -> dict[str, Any]:
         """Return the fields that are not tensors, as JSON values."""
         sums = self.aggregate
         single = [update.fields() for update in self.individual or ()]
-        return {"count": sums.count, "weight": sums.weight, "examples": sums.examples, "updates": single}
+        return {"count": sums.count, "weight": sums.weight, "num_samples": sums.num_samples, "updates": single}
 
-    def restore(self, tensors: Tensors, about: dict[str, Any], device: torch.device) -> None:
-        """Restore the output of ``tensors`` and ``about``.
+    def restore(self, tensors: Tensors, stored: dict[str, Any], device: torch.device) -> None:
+        """Restore the output of ``tensors`` and ``stored``.
 
         Args:
             tensors: Stored tensors by name.
-            about: Stored plain values.
+            stored: Stored plain values.
             device: Device of the updates.
         """
         parts: dict[str, Tensors] = {}
         for name, t in tensors.items():
             index, _, rest = name.partition("/")
             parts.setdefault(index, {})[rest] = t
-        self.aggregate.restore(parts.get("sums", {}), about["count"], about["weight"], about["examples"])
+        self.aggregate.restore(parts.get("sums", {}), stored["count"], stored["weight"], stored["num_samples"])
         if self.individual is not None:
             self.individual[:] = [
-                Update.of(fields, parts[str(number)], device) for number, fields in enumerate(about["updates"])
+                Update.of(fields, parts[str(number)], device) for number, fields in enumerate(stored["updates"])
             ]
 
 
@@ -119,7 +119,7 @@ class UpdateBuffer:
         rule: Server rule.
         meter: Context manager around the summation of updates.
         waiting: Updates of earlier rounds in the server rule's buffer.
-        whole: All updates of the round.
+        round_updates: All updates of the round.
         complete: Full buffers for the server rule.
         models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
         accepted: What to store about the clients of the updates.
@@ -130,15 +130,15 @@ class UpdateBuffer:
     rule: ServerRule
     meter: Callable[[], AbstractContextManager[None]]
     waiting: CollectedUpdates
-    whole: CollectedUpdates = field(init=False)
+    round_updates: CollectedUpdates = field(init=False)
     complete: list[CollectedUpdates] = field(default_factory=list)
     models: Tensor | None = None
     accepted: list[AcceptedUpdate] = field(default_factory=list)
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(FIGURES, 0.0))
+    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AVERAGED_METRICS, 0.0))
 
     def __post_init__(self) -> None:
         single = any("individual" in rule.needs for rule in (self.rule, *self.method.halves))
-        self.whole = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
+        self.round_updates = CollectedUpdates(Aggregate(rules_with_single_uploads(self.method)), [] if single else None)
         self.waiting = self.waiting.copy()
 
     def add(self, update: AnyUpdate, sent: Masks | None = None, **fields: Any) -> AnyUpdate:
@@ -152,16 +152,16 @@ class UpdateBuffer:
         scale = 1.0
         if isinstance(update, Update):
             scale = update.weight
-            self.accepted.append(AcceptedUpdate(update.client, update.born, update.state, update.kept))
-            fields |= {"state": ClientState(), "kept": None}
+            self.accepted.append(AcceptedUpdate(update.client, update.origin_round, update.state, update.state_file))
+            fields |= {"state": ClientState(), "state_file": None}
         else:
-            self.accepted += [AcceptedUpdate(client, update.born) for client in update.clients]
+            self.accepted += [AcceptedUpdate(client, update.origin_round) for client in update.clients]
         update = replace_fields(update, **fields)
         with self.meter():
-            self.whole.add(update, sent)
+            self.round_updates.add(update, sent)
             if self.rule.updates_per_step is not None:
                 self.waiting.add(update, sent)
-        self.whole.arrivals = len(self.accepted)
+        self.round_updates.arrivals = len(self.accepted)
         if self.waiting.aggregate.count == self.rule.updates_per_step:
             self.complete.append(replace(self.waiting, arrivals=len(self.accepted)))
             self.waiting = empty_updates(self.method, self.rule)
@@ -174,13 +174,13 @@ class UpdateBuffer:
     @property
     def unequal(self) -> bool:
         """Return whether summed updates contain different entries of the model."""
-        return any(part.aggregate.entries is not None for part in (self.whole, self.waiting, *self.complete))
+        return any(part.aggregate.entries is not None for part in (self.round_updates, self.waiting, *self.complete))
 
     def for_rule(self) -> list[CollectedUpdates]:
         """Return the collected updates for the server rule: the whole round, or each full buffer."""
         empty = self.method.aggregate is not None and self.method.aggregate.combines_empty
         if self.rule.updates_per_step is None and (self.accepted or empty):
-            return [self.whole]
+            return [self.round_updates]
         return self.complete or ([empty_updates(self.method, self.rule)] if self.rule.steps_without else [])
 
 
@@ -257,9 +257,9 @@ def rule_metrics(rule: Rule, state: Tensors, round: int, spec: ModelSpec) -> dic
     Raises:
         ConfigError: If a metric of the rule has a reserved name.
     """
-    figures = rule.metrics(state, round, spec)
-    taken = sorted(TAKEN & figures.keys())
+    metrics = rule.metrics(state, round, spec)
+    taken = sorted(RESERVED_METRICS & metrics.keys())
     if taken:
         better = f"{rule.name}_{taken[0]}"
         raise ConfigError(f"{rule.name}.metrics gives {taken[0]!r}, which every run measures. Rename it to {better}.")
-    return figures
+    return metrics

@@ -26,7 +26,7 @@ class Task:
     labeled: ClassVar[bool] = True
     """True if samples have classes or labels that can be counted."""
 
-    figures: ClassVar[tuple[str, ...]] = ()
+    extra_metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""
 
     lower_is_better: ClassVar[tuple[str, ...]] = ()
@@ -139,7 +139,7 @@ class Task:
         return logits.new_zeros(0)
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """Compute the metrics in ``figures``, and the primary metric if it is not a mean over samples.
+        """Compute the metrics in ``extra_metrics``, and the primary metric if it is not a mean over samples.
 
         Args:
             tally: Sum of the statistics of all batches.

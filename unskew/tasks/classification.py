@@ -92,7 +92,7 @@ class MultiLabel(Task):
     """
 
     name: ClassVar[str] = "multilabel"
-    figures: ClassVar[tuple[str, ...]] = (
+    extra_metrics: ClassVar[tuple[str, ...]] = (
         *("macro_precision", "macro_recall", "macro_f1", "micro_precision", "micro_recall", "micro_f1", "samples_f1"),
     )
 
@@ -153,7 +153,7 @@ class MultiLabel(Task):
         by_label, (f1, samples, _) = tally[:, :-1], tally[:, -1].tolist()
         means = [float(values.mean()) for values in precision_recall_f1(by_label)]
         overall = [float(value) for value in precision_recall_f1(by_label.sum(1))]
-        return dict(zip(self.figures, [*means, *overall, f1 / max(1.0, samples)], strict=True))
+        return dict(zip(self.extra_metrics, [*means, *overall, f1 / max(1.0, samples)], strict=True))
 
 
 NOTHING = -1
@@ -169,7 +169,7 @@ class LanguageModeling(Task):
 
     name: ClassVar[str] = "language"
     labeled: ClassVar[bool] = False
-    figures: ClassVar[tuple[str, ...]] = ("perplexity",)
+    extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:

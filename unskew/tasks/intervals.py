@@ -292,7 +292,7 @@ def sums_statistic(name: str, task: Task, y: np.ndarray, scores: np.ndarray) -> 
         return None
     if mean_of is not None:
         return mean_statistic(mean_of.to(torch.float64).numpy())
-    if name not in (task.scored, *task.figures):
+    if name not in (task.scored, *task.extra_metrics):
         return None
     # In the targets' units, so that the metrics need no conversion.
     tallies = torch.vmap(lambda one, y: task.tally(one[None], y[None]))(predicted, target)

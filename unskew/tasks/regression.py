@@ -29,7 +29,7 @@ class Regression(Task):
         name: Name of the task.
         scored: Primary metric, R².
         labeled: False, because samples have no classes to count.
-        figures: Names of the metrics in addition to loss and R².
+        extra_metrics: Names of the metrics in addition to loss and R².
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         kind: Loss: ``mse``, ``mae`` or ``huber``.
         delta: Error at which the Huber loss becomes linear, in standard deviations.
@@ -40,7 +40,7 @@ class Regression(Task):
     name: ClassVar[str] = "regression"
     scored: ClassVar[str] = "r2"
     labeled: ClassVar[bool] = False
-    figures: ClassVar[tuple[str, ...]] = ("mae", "rmse")
+    extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
 
     kind: str = "mse"

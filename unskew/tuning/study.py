@@ -295,7 +295,7 @@ class Trial:
             if isinstance(space, CategoricalSpace):
                 if len(space.values) > 1:
                     self.trial.suggest_categorical(key, space.values)
-            elif space.whole:
+            elif space.integer:
                 self.trial.suggest_int(key, int(space.low), int(space.high), log=space.log)
             else:
                 self.trial.suggest_float(key, space.low, space.high, log=space.log)

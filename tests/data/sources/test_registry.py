@@ -517,7 +517,7 @@ def test_federation_lays_clients_out_as_slices():
     assert federation.class_names == source.class_names
     assert len(federation.fingerprint) == 16
     assert clients[0] is clients[0], "what was brought together last is kept"
-    assert [c.examples + len(c.y_test) for c in clients] == np.diff(clients.offsets).tolist()
+    assert [c.num_samples + len(c.y_test) for c in clients] == np.diff(clients.offsets).tolist()
     assert channels_last(clients[2].x)
     rows = torch.cat([torch.cat([c.x, c.x_test]) for c in clients]).flatten(1)
     labels = torch.cat([torch.cat([c.y, c.y_test]) for c in clients])

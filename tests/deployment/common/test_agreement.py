@@ -133,15 +133,15 @@ def test_equal_bytes_at_other_parameters_or_of_another_type_are_not_equal_models
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0].experiments._trainer[1].terms
-    half = terms.spec.size // 2
+    wire_context = place.sites[0].experiments._trainer[1].wire_context
+    half = wire_context.spec.size // 2
     v = decode_record(frame, "model")["v"][:half]
     c = next(name for name in frame.arrays if name.startswith("download"))
 
     def sent(start, dtype="float32"):
         arrays = {**frame.arrays, **encode_record("model", {"v": v}), c: replace(frame.arrays[c], dtype=dtype)}
         config = {**frame.config, "down": f"{start}:{start + half}"}
-        return broadcast_digest(replace(frame, config=config, arrays=arrays), terms, {}, "").signed
+        return broadcast_digest(replace(frame, config=config, arrays=arrays), wire_context, {}, "").signed
 
     assert sent(0) == sent(0)
     assert len({sent(0), sent(1), sent(0, "int32")}) == 3
@@ -246,14 +246,14 @@ def test_slices_that_overlap_others_are_rejected(tmp_path):
     place = LoopPlace(tmp_path, values)
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     frame = next(frame for _, frame in place.link.sent if frame.kind == "train")
-    terms = place.sites[0].experiments._trainer[1].terms
-    known = broadcast_digest(frame, terms, {}, "").known
+    wire_context = place.sites[0].experiments._trainer[1].wire_context
+    known = broadcast_digest(frame, wire_context, {}, "").known
     v = decode_record(frame, "model")["v"][1:3]
     part = replace(
         frame, config={**frame.config, "down": "1:3"}, arrays={**frame.arrays, **encode_record("model", {"v": v})}
     )
     with pytest.raises(InvalidMessageError, match="overlap slices of earlier rounds"):
-        broadcast_digest(part, terms, known, "")
+        broadcast_digest(part, wire_context, known, "")
 
 
 def test_honest_sites_that_missed_a_round_take_part_again(tmp_path):
@@ -320,9 +320,9 @@ def test_replies_of_a_masked_sum_tell_nothing_of_the_magnitude_of_an_update(tmp_
         values = {**TINY, **MASKED, "clients": 4, "lr": lr}
         place = LoopPlace(tmp_path / str(lr), values)
         run(experiment(values), with_patience(), tmp_path / f"run-{lr}", [], lambda text: None, place)
-        keep = {"parts", "examples", "weight", "round", "client", "opened"}
+        keep = {"parts", "num_samples", "weight", "round", "client", "opened"}
         frames = [frame for _, frame in place.link.received if frame.kind in ("ready", "masked", "agreed", "opened")]
-        sent.append([(f.kind, f.figures, {k: v for k, v in f.config.items() if k in keep}) for f in frames])
+        sent.append([(f.kind, f.metrics, {k: v for k, v in f.config.items() if k in keep}) for f in frames])
     assert sent[0] == sent[1]
     assert all(not figures for _, figures, _ in sent[0])
 
@@ -368,12 +368,12 @@ def test_sites_with_noise_answer_the_same_whatever_their_data_are(tmp_path):
                 answer = place.sites[3].answer(crossed(asked))
                 config_of = {k: v for k, v in answer.config.items() if k not in ("clock", "key", "digest")}
                 arrays = {name: blob.data for name, blob in answer.arrays.items()}
-                answers.append((number, kind, question, answer.kind, config_of, answer.figures, arrays))
+                answers.append((number, kind, question, answer.kind, config_of, answer.metrics, arrays))
     half = len(answers) // 2
     for one, other in zip(answers[:half], answers[half:], strict=True):
         assert one[1:] == other[1:]
     kinds = [(kind, question, reply) for _, kind, question, reply, *_ in answers[:half]]
-    assert [reply for kind, question, reply in kinds if kind == "hello" and not question] == ["facts"]
+    assert [reply for kind, question, reply in kinds if kind == "hello" and not question] == ["client_info"]
     assert {reply for kind, question, reply in kinds if question or kind != "hello"} == {"refused"}
 
 
@@ -423,7 +423,7 @@ def test_a_site_evaluates_one_model_per_round(masked, tmp_path):
     run(experiment(values), with_patience(), tmp_path / "run", [], lambda text: None, place)
     asked, honest = next((a, b) for a, b in seen if a.kind == "evaluate" and a.config["client"] == 3)
     site = place.sites[3]
-    assert site.answer(asked).figures == honest.figures  # a repeated message gets the same reply
+    assert site.answer(asked).metrics == honest.metrics  # a repeated message gets the same reply
 
     def probe(round, scale):
         v = decode_record(asked, "model")["v"] * scale
@@ -514,10 +514,10 @@ def test_data_received_before_the_first_round_do_not_change_later(tmp_path):
         if asked.kind == "train" and asked.config["round"] == 1 and client == 0:
             message = seen[0][1]
             changed = {name: replace(blob, data=bytes(len(blob.data))) for name, blob in message.arrays.items()}
-            for arrays, kind in ((message.arrays, "facts"), (changed, "refused")):
+            for arrays, kind in ((message.arrays, "client_info"), (changed, "refused")):
                 reply = place.sites[0].answer(replace(message, arrays=arrays))
                 assert reply.kind == kind
-                assert kind == "facts" or "do not change during a run" in reply.config["reason"]
+                assert kind == "client_info" or "do not change during a run" in reply.config["reason"]
         return answer
 
     place.link.spoil = asks

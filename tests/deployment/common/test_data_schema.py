@@ -114,7 +114,7 @@ def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
     assert len(weights) == 1
     assert weights != {(1.0, 1.0)}
     kinds = {name.partition("/")[0] for _, frame in place.link.received for name in frame.arrays}
-    assert kinds <= {"facts", "sums", "update", "upload"}
+    assert kinds <= {"client_info", "sums", "update", "upload"}
 
 
 UNMIXED = {"categories": (), "dates": (), "missing": "error", "features": "age", "exclude": ()}
@@ -151,19 +151,19 @@ def slow(*values):
 def spoilt(name, tensor):
     """An answer with another vector in it."""
     return lambda frame: Frame(
-        frame.kind, frame.config, frame.figures, frame.arrays | encode_record("sums", {name: tensor})
+        frame.kind, frame.config, frame.metrics, frame.arrays | encode_record("sums", {name: tensor})
     )
 
 
 @pytest.mark.parametrize(
     ("kind", "change", "words"),
     [
-        ("facts", spoilt("counts", torch.full((4,), 10**6)), "more values than its"),
-        slow("facts", spoilt("sums", torch.full((4,), float("nan"), dtype=torch.float64)), "finite"),
-        slow("facts", lambda f: Frame(f.kind, f.config | {"values": '[["x", "x"]]'}, {}, f.arrays), "categories"),
+        ("client_info", spoilt("counts", torch.full((4,), 10**6)), "more values than its"),
+        slow("client_info", spoilt("sums", torch.full((4,), float("nan"), dtype=torch.float64)), "finite"),
+        slow("client_info", lambda f: Frame(f.kind, f.config | {"values": '[["x", "x"]]'}, {}, f.arrays), "categories"),
         slow("squares", spoilt("squares", torch.full((4,), -1.0, dtype=torch.float64)), "a sum of squares is negative"),
         slow("squares", lambda f: Frame("squares", f.config), "are not 4 finite numbers"),
-        slow("facts", spoilt("sums", torch.full((4,), 1e300, dtype=torch.float64)), "finite"),
+        slow("client_info", spoilt("sums", torch.full((4,), 1e300, dtype=torch.float64)), "finite"),
     ],
 )
 def test_sums_that_cannot_be_exclude_their_site_and_the_others_have_the_columns_of_a_run_without_it(
@@ -217,7 +217,11 @@ def test_texts_without_labels_give_the_numbers_of_the_simulator(method, tmp_path
         asked["model"]["lora"] = {"r": 2, "targets": ["q_proj", "fc1"]}
     result, place = compare(tmp_path, **asked)
     assert result.summary["perplexity"] > 1
-    told = [frame.arrays["facts/class_counts"].shape for _, frame in place.link.received if frame.kind == "facts"]
+    told = [
+        frame.arrays["client_info/class_counts"].shape
+        for _, frame in place.link.received
+        if frame.kind == "client_info"
+    ]
     assert set(told) == {(0,)}
 
 

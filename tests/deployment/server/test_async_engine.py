@@ -106,7 +106,7 @@ def test_sites_join_late_and_leave_between_rounds(tmp_path):
     assert [row["sites_present"] for row in result.history] == [2, 2, 3, 2]
     assert "site-2 (client 2) has joined the run." in told.warnings
     weights = {frame.config["weight"] for client, frame in place.link.sent if trained(frame) and client == 2}
-    assert weights == {float(place.sites[2].experiments._trainer[1].data.examples)}
+    assert weights == {float(place.sites[2].experiments._trainer[1].data.num_samples)}
 
 
 def test_a_round_waits_until_enough_sites_are_there(tmp_path):

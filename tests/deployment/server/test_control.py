@@ -141,7 +141,7 @@ def test_status_and_sites_of_a_running_run(tmp_path, capsys):
     assert (found["json"]["round"], found["json"]["phase"]) == (1, "train")
     assert all(row["connected"] for row in found["json"]["sites"])
     rows = {row["site"]: row for row in found["json"]["sites"]}
-    assert [rows[f"site-{k}"]["answered"] for k in range(3)] == [1, 1, 1]
+    assert [rows[f"site-{k}"]["updates_received"] for k in range(3)] == [1, 1, 1]
     assert [rows[f"site-{k}"]["faults"] for k in range(3)] == [0, 0, 1]
     assert rows["site-0"]["version"] == unskew.__version__
     assert rows["site-0"]["key"].startswith("SHA256:")
@@ -201,7 +201,7 @@ def test_a_stopped_run_is_resumed_with_the_same_numbers(tmp_path, capsys):
         run(experiment(values), with_patience(), tmp_path / "run", [During(stop, 2)], [].append, place)
     with socket.socket(socket.AF_UNIX) as left:  # by a process that was killed
         left.bind(str(socket_path(tmp_path / "run")))
-    result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
+    result = resume(tmp_path / "run", [Told()], tell=[].append, location=place)
     assert torch.equal(result.vector, unskew.run(**values).vector)
     events = [event["event"] for event in read_events(tmp_path / "run" / "audit.jsonl", verify=True)[0]]
     assert [name for name in events if name in ("started", "stopped", "resumed", "finished")] == [
@@ -250,7 +250,7 @@ def test_an_excluded_site_is_asked_no_longer_also_after_a_resume(tmp_path, capsy
 
     with pytest.raises(RunInterrupted):
         run(experiment(values), with_patience(), tmp_path / "run", [During(exclude, 2)], [].append, place)
-    result = resume(tmp_path / "run", [Told()], tell=[].append, place=place)
+    result = resume(tmp_path / "run", [Told()], tell=[].append, location=place)
     assert [row["updates"] for row in result.history] == [3, 3, 2, 2]
     assert not [f for k, f in place.link.sent if k == 1 and trained(f) and f.config["round"] > 1]
 

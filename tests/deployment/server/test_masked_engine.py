@@ -77,7 +77,7 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
     result, place = deployed(tmp_path, LoopPlace(tmp_path, {**TINY, **FOUR}), **FOUR)
     kinds = {frame.kind: set(frame.arrays) for _, frame in place.link.received}
     assert kinds == {
-        "facts": {"facts/class_counts"}, "ready": set(), "shares": set(), "masked": {"masked/x"}, "agreed": set(),
+        "client_info": {"client_info/class_counts"}, "ready": set(), "shares": set(), "masked": {"masked/x"}, "agreed": set(),
         "opened": set(),
     }  # fmt: skip
     log = {client: frame for client, frame in place.link.received if frame.kind == "masked"}
@@ -88,7 +88,7 @@ def test_the_servers_log_holds_no_single_update(tmp_path):
             assert abs(correlation) < 0.2, client
         assert float(masked.abs().mean()) == pytest.approx(2**62, rel=0.1)  # uniform over all numbers of 64 bits
     ready = {client: frame for client, frame in place.link.received if frame.kind == "ready"}
-    assert not any("loss" in name for frame in ready.values() for name in (*frame.figures, *frame.config))
+    assert not any("loss" in name for frame in ready.values() for name in (*frame.metrics, *frame.config))
     total = sum(updates.values()) / sum(frame.config["weight"] for frame in ready.values())
     before = unskew.run(**{**TINY, **FOUR, "lr": 1e-30}).vector
     close(result.vector - before, total.float(), by=1e-4)
@@ -263,7 +263,7 @@ def test_masks_are_added_in_pieces_and_taken_off_again():
 
 def test_sites_that_would_send_different_slices_are_rejected_before_anything_is_sent():
     engine = object.__new__(MaskedEngine)
-    engine.terms = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
+    engine.wire_context = SimpleNamespace(method=unskew.methods.registry.method("fedbn"))
     broadcasts = [broadcast(0, client, up=(slice(0, 1 + client),)) for client in range(3)]
     with pytest.raises(EngineError, match=r"fedbn.exchanged_slices returns different slices .* same slices"):
         list(engine.train(broadcasts))

@@ -114,7 +114,7 @@ def test_a_message_that_a_supernode_lost_is_sent_again_and_trained_once(lost, tm
         (lambda f: replace(f, kind="scores"), "instead of 'update'"),
         (lambda f: replace(f, config={**f.config, "round": 7}), "its round is 7"),
         (lambda f: replace(f, config={**f.config, "attempt": 99}), "belongs to another request"),
-        (lambda f: replace(f, config={**f.config, "examples": 10**9}), "examples"),
+        (lambda f: replace(f, config={**f.config, "num_samples": 10**9}), "num_samples"),
         (lambda f: replace(f, config={**f.config, "weight": 1e9}), "weight"),
         (lambda f: with_delta(f, torch.ones(3)), "not float32 (650,)"),
         (lambda f: with_delta(f, torch.ones(650, dtype=torch.float64)), "is float64"),
@@ -151,9 +151,9 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
         ({"name": "\x1b[2Jx"}, "its name contains characters other than"),
         ({"name": "<b>x</b>"}, "its name contains characters other than"),
         ({"name": "x" * 1000}, "or is longer than 64"),
-        ({"examples": 0}, "a site must have 1 to"),
-        ({"examples": 10**12}, "a site must have 1 to"),
-        ({"examples": 3}, "samples of one class, but 3 samples in all"),
+        ({"num_samples": 0}, "a site must have 1 to"),
+        ({"num_samples": 10**12}, "a site must have 1 to"),
+        ({"num_samples": 3}, "samples of one class, but 3 samples in all"),
         ({"parameters": 7}, "its model has 7 parameters, not 650"),
     ],
 )
@@ -170,7 +170,7 @@ def test_a_site_with_an_invalid_report_is_not_admitted_and_the_run_continues_wit
 def test_without_a_quorum_a_run_needs_the_site_whose_report_is_invalid(tmp_path):
     place = LoopPlace(tmp_path, TINY)
     place.link.spoil = lambda client, asked, answer: (
-        replace(answer, config={**answer.config, "examples": 0}) if client == 1 else answer
+        replace(answer, config={**answer.config, "num_samples": 0}) if client == 1 else answer
     )
     with pytest.raises(EngineError, match="Missing clients: 1"):
         deployed(tmp_path, place, replace(with_patience(), startup_timeout=0.05), Told())
@@ -215,9 +215,9 @@ def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
         run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(1)], lambda text: None, place)
     shutil.copytree(tmp_path / "run", tmp_path / "later")
     with pytest.raises(Stop):
-        resume(tmp_path / "later", [StopAfter(2)], tell=lambda text: None, place=place)
+        resume(tmp_path / "later", [StopAfter(2)], tell=lambda text: None, location=place)
     with pytest.raises(EngineError, match="an old copy: resume the newest one"):
-        resume(tmp_path / "run", tell=lambda text: None, place=place)
+        resume(tmp_path / "run", tell=lambda text: None, location=place)
 
 
 def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
@@ -368,7 +368,7 @@ def test_a_run_whose_server_was_killed_is_resumed_with_the_same_numbers(tmp_path
     place = LoopPlace(tmp_path, values)
     with pytest.raises(Stop):
         run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(2)], lambda text: None, place)
-    result = resume(tmp_path / "run", tell=lambda text: None, place=place)
+    result = resume(tmp_path / "run", tell=lambda text: None, location=place)
     assert torch.equal(result.vector, unskew.run(**values).vector)
     assert len({frame.config["run"] for _, frame in place.link.sent}) == 1
 

@@ -67,7 +67,7 @@ def messages(place):
     for client, frame in place.link.received:
         config = {name: value for name, value in frame.config.items() if name not in RANDOM}
         arrays = {n: blob.data for n, blob in frame.arrays.items() if frame.kind != "masked"}
-        sent.append((client, frame.kind, config, dict(frame.figures), arrays))
+        sent.append((client, frame.kind, config, dict(frame.metrics), arrays))
     return sorted(sent, key=lambda message: (message[0], message[1], json.dumps(message[2], sort_keys=True)))
 
 
@@ -82,11 +82,11 @@ def test_unmasked_messages_do_not_depend_on_the_data(tmp_path):
     one, other = map(messages, places)
     assert one == other
     kinds = {kind for _, kind, *_ in one}
-    assert kinds == {"facts", "ready", "shares", "masked", "agreed", "opened"}  # no scores
-    (facts,) = {tuple(arrays["facts/class_counts"]) for _, kind, *_, arrays in one if kind == "facts"}
+    assert kinds == {"client_info", "ready", "shares", "masked", "agreed", "opened"}  # no scores
+    (facts,) = {tuple(arrays["client_info/class_counts"]) for _, kind, *_, arrays in one if kind == "client_info"}
     assert sum(facts) == 1  # one sample of the first class, whatever the site has
     ready = [config for _, kind, config, *_ in one if kind == "ready"]
-    assert {config["examples"] for config in ready} == {1}
+    assert {config["num_samples"] for config in ready} == {1}
     assert {config["parts"] for config in ready} == {
         json.dumps([["buffers", "float32", [0]], ["upload/dp/0", "int32", [650]]])
     }

@@ -319,7 +319,7 @@ def test_a_site_that_lies_is_named_and_the_sum_is_opened_from_the_rest(kind, lie
         return Frame(
             "accused" if lie is accuses_all else kind,
             {**answer.config, **lie(place.sites[3], answer)},
-            answer.figures,
+            answer.metrics,
             answer.arrays,
         )
 
@@ -415,7 +415,7 @@ def test_a_site_with_synthetic_data_has_the_weight_of_its_own_samples_only(tmp_p
 
     def asks(client, asked, answer):
         if answer.kind == "ready":
-            other = {"weight": float(answer.config["examples"]), "session": "ff" * 16}
+            other = {"weight": float(answer.config["num_samples"]), "session": "ff" * 16}
             seen.append(place.sites[client].answer(replace(asked, config={**asked.config, **other})).kind)
         return answer
 
@@ -453,7 +453,7 @@ def test_a_round_that_was_opened_before_the_server_was_killed_is_repeated_over_t
         run(experiment(values), with_patience(), tmp_path / "run", [StopAfter(9)], lambda text: None, place)
     place.link.spoil = lost("train", {2} if away else set())
     with_patience(round_timeout=0.05, on_timeout="continue").write(tmp_path / "run")
-    result = resume(tmp_path / "run", [told], tell=lambda text: None, place=place)
+    result = resume(tmp_path / "run", [told], tell=lambda text: None, location=place)
     assert result.history[1]["updates"] == (0 if away else 4)
     if away:
         assert "was opened before the server was interrupted" in " ".join(told.warnings)

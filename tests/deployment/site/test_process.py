@@ -136,12 +136,12 @@ def test_a_connection_that_sends_no_whole_header_does_not_block_a_site(tmp_path,
     [
         b"[]",
         b"{",
-        b'{"kind": "x", "config": {}, "figures": {"a": "b"}, "arrays": []}',
-        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "object", [1], 8]]}',
-        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "float32", [2], 4]]}',
-        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [-1], 4]]}',
-        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [99999999], 99999999]]}',
-        b'{"kind": "x", "config": {}, "figures": {}, "arrays": [["a", "uint8", [0], 0], ["a", "uint8", [0], 0]]}',
+        b'{"kind": "x", "config": {}, "metrics": {"a": "b"}, "arrays": []}',
+        b'{"kind": "x", "config": {}, "metrics": {}, "arrays": [["a", "object", [1], 8]]}',
+        b'{"kind": "x", "config": {}, "metrics": {}, "arrays": [["a", "float32", [2], 4]]}',
+        b'{"kind": "x", "config": {}, "metrics": {}, "arrays": [["a", "uint8", [-1], 4]]}',
+        b'{"kind": "x", "config": {}, "metrics": {}, "arrays": [["a", "uint8", [99999999], 99999999]]}',
+        b'{"kind": "x", "config": {}, "metrics": {}, "arrays": [["a", "uint8", [0], 0], ["a", "uint8", [0], 0]]}',
     ],
 )
 def test_what_is_no_message_is_refused(header):

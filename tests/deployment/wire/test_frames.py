@@ -75,7 +75,7 @@ class Recorded:
         return next(frame for frame in self.requests if frame.kind == "hello")
 
     def answers_still(self):
-        return self.site.answer(self.hello()).kind in ("facts", "refused")
+        return self.site.answer(self.hello()).kind in ("client_info", "refused")
 
 
 @pytest.fixture(scope="module", params=slow_but([name for name in RUNS if name != "images"], [*RUNS]))
@@ -129,7 +129,7 @@ JSON = st.recursive(
 ENTRIES = st.lists(
     st.tuples(JSON, st.sampled_from(["float32", "uint8", "object"]) | JSON, JSON, JSON).map(list), max_size=3
 )
-HEADERS = st.fixed_dictionaries({}, optional={"kind": JSON, "config": JSON, "figures": JSON, "arrays": ENTRIES | JSON})
+HEADERS = st.fixed_dictionaries({}, optional={"kind": JSON, "config": JSON, "metrics": JSON, "arrays": ENTRIES | JSON})
 
 
 @fuzz(200)
@@ -152,25 +152,25 @@ def test_any_bytes_are_a_message_or_a_frame_error(data):
 @pytest.mark.parametrize(
     "header",
     [
-        b'{"kind": "a", "config": {}, "figures": {"a": 1' + b"0" * 400 + b'}, "arrays": []}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "float32", [1], 1e400]]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "float32", [1], NaN]]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "float32", [1], 4.0]]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "float32", [true], 4]]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "uint8", [' + b"0," * 99999 + b"0], 0]]}",
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "uint8", "abc", 0]]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [5]}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [["a", "uint8", [0], 0], ["a", "uint8", [0], 0]]}',
-        b'{"kind": "a", "config": {"a": ' + b"[" * 100000 + b"]" * 100000 + b'}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {"a": 1e400}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {"a": NaN}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {"a": 1' + b"0" * 5000 + b'}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {"a": [[]]}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {"a": "\\ud800"}, "figures": {}, "arrays": []}',
-        b'{"kind": "\\u001b]0;x", "config": {}, "figures": {}, "arrays": []}',
-        b'{"kind": "a", "config": {}, "figures": {"a": Infinity}, "arrays": []}',
-        b'{"kind": "a", "config": {}, "figures": {"a": true}, "arrays": []}',
-        b'{"kind": "a", "config": {}, "figures": {}, "arrays": [], "more": 1}',
+        b'{"kind": "a", "config": {}, "metrics": {"a": 1' + b"0" * 400 + b'}, "arrays": []}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "float32", [1], 1e400]]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "float32", [1], NaN]]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "float32", [1], 4.0]]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "float32", [true], 4]]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "uint8", [' + b"0," * 99999 + b"0], 0]]}",
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "uint8", "abc", 0]]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [5]}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [["a", "uint8", [0], 0], ["a", "uint8", [0], 0]]}',
+        b'{"kind": "a", "config": {"a": ' + b"[" * 100000 + b"]" * 100000 + b'}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {"a": 1e400}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {"a": NaN}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {"a": 1' + b"0" * 5000 + b'}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {"a": [[]]}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {"a": "\\ud800"}, "metrics": {}, "arrays": []}',
+        b'{"kind": "\\u001b]0;x", "config": {}, "metrics": {}, "arrays": []}',
+        b'{"kind": "a", "config": {}, "metrics": {"a": Infinity}, "arrays": []}',
+        b'{"kind": "a", "config": {}, "metrics": {"a": true}, "arrays": []}',
+        b'{"kind": "a", "config": {}, "metrics": {}, "arrays": [], "more": 1}',
         b"[" * (3 << 20),
         b"",
     ],
@@ -182,7 +182,7 @@ def test_a_header_that_no_site_sends_is_one_kind_of_error(header):
 
 def test_sizes_are_checked_before_anything_is_read():
     here, there = socket.socketpair()
-    header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[9],9],["b","uint8",[3000],3000]]}'
+    header = b'{"kind":"a","config":{},"metrics":{},"arrays":[["a","uint8",[9],9],["b","uint8",[3000],3000]]}'
     there.sendall(on_the_wire(header, bytes(3009)))
     with here, there, pytest.raises(FrameError, match="above the limit"):
         receive(here, 3000)
@@ -190,7 +190,7 @@ def test_sizes_are_checked_before_anything_is_read():
 
 def test_bytes_that_do_not_arrive_take_no_memory():
     here, there = socket.socketpair()
-    header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[4000000000],4000000000]]}'
+    header = b'{"kind":"a","config":{},"metrics":{},"arrays":[["a","uint8",[4000000000],4000000000]]}'
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     there.sendall(MAGIC + struct.pack("<QQ", len(header), 4_000_000_000) + header + b"x" * 1000)
     there.close()
@@ -257,7 +257,7 @@ def test_a_message_whose_arrays_arrive_too_slowly_does_not_block_a_site(tmp_path
     """The deadline is one of the whole message, which single bytes do not extend."""
     monkeypatch.setattr(listener, "MESSAGE_SECONDS", 0.3)
     path = listening(LoopPlace(tmp_path, TINY).sites[0])
-    header = b'{"kind":"a","config":{},"figures":{},"arrays":[["a","uint8",[1000000],1000000]]}'
+    header = b'{"kind":"a","config":{},"metrics":{},"arrays":[["a","uint8",[1000000],1000000]]}'
     ended = threading.Event()
     with socket.socket(socket.AF_UNIX) as slow:
         slow.connect(str(path))

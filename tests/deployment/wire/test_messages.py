@@ -309,7 +309,7 @@ def test_a_metric_out_of_range_is_rejected_and_the_run_finishes(name, tmp_path):
     for number in NUMBERS:
         result = runs(
             lambda c, asked, answer, number=number: (
-                replace(answer, figures={**answer.figures, name: number}) if trains(c, asked) else answer
+                replace(answer, metrics={**answer.metrics, name: number}) if trains(c, asked) else answer
             )
         )
         assert math.isfinite(result.summary["client_seconds"])
@@ -327,10 +327,10 @@ def test_a_metric_out_of_range_is_rejected_and_the_run_finishes(name, tmp_path):
 def test_metrics_that_the_method_does_not_have_are_rejected(tmp_path):
     runs = Runs(tmp_path, {"clients": 4, "eval_clients": 0, "rounds": 1}, round_timeout=0.01, on_timeout="continue")
     expected = runs(missing)
-    for figures in ({}, {"bytes_up": 1.0}, {f"x{i}": 1.0 for i in range(100)}):
+    for metrics in ({}, {"bytes_up": 1.0}, {f"x{i}": 1.0 for i in range(100)}):
         result = runs(
-            lambda c, asked, answer, figures=figures: (
-                replace(answer, figures={**(answer.figures if figures else {}), **figures})
+            lambda c, asked, answer, metrics=metrics: (
+                replace(answer, metrics={**(answer.metrics if metrics else {}), **metrics})
                 if trains(c, asked)
                 else answer
             )
@@ -343,12 +343,12 @@ def test_a_run_whose_times_are_not_numbers_finishes_and_is_resumed(tmp_path, mon
     """Whatever the source of such a time is."""
     from unskew.deployment.wire import messages
 
-    monkeypatch.setattr(messages, "read_number", lambda figures, name, *bounds: float(figures[name]))
+    monkeypatch.setattr(messages, "read_number", lambda metrics, name, *bounds: float(metrics[name]))
     runs = Runs(tmp_path, {"clients": 3, "eval_clients": 0})
 
     def spoils(client, asked, answer):
         return (
-            replace(answer, figures={**answer.figures, "train_seconds": math.nan}) if trains(client, asked) else answer
+            replace(answer, metrics={**answer.metrics, "train_seconds": math.nan}) if trains(client, asked) else answer
         )
 
     result = runs(spoils)
@@ -359,7 +359,7 @@ def test_a_run_whose_times_are_not_numbers_finishes_and_is_resumed(tmp_path, mon
             digest: config.model_copy(update={"rounds": 3}) for digest, config in site.experiments.configs.items()
         }
         site.experiments.configs, site.experiments._trainer = further, None
-    resumed = resume(runs.folder_of_run, place=runs.place, tell=lambda text: None, rounds=3)
+    resumed = resume(runs.folder_of_run, location=runs.place, tell=lambda text: None, rounds=3)
     assert resumed.summary["rounds"] == 3
 
 
@@ -369,7 +369,7 @@ def test_an_accuracy_out_of_range_is_rejected_and_a_loss_of_a_diverged_model_is_
     for name in ("accuracy", "loss"):
         result = runs(
             lambda c, asked, answer, name=name: (
-                replace(answer, figures={**answer.figures, name: number})
+                replace(answer, metrics={**answer.metrics, name: number})
                 if c == HOSTILE and asked.kind == "evaluate"
                 else answer
             )
@@ -430,7 +430,7 @@ def test_a_site_that_replies_something_else_in_every_round_changes_nothing(kind,
     assert all(text.isprintable() and len(text) < 1500 for text in runs.told.warnings)
 
 
-@pytest.mark.parametrize("field", ["client", "round", "attempt", "run", "examples", "weight"])
+@pytest.mark.parametrize("field", ["client", "round", "attempt", "run", "num_samples", "weight"])
 def test_a_reply_with_another_number_or_name_is_rejected(field, tmp_path):
     runs = Runs(tmp_path, {"clients": 4, "eval_clients": 0, "rounds": 1}, round_timeout=0.01, on_timeout="continue")
     expected = runs(missing)
@@ -472,7 +472,7 @@ def test_names_of_the_summary_cannot_be_taken_by_a_site(tmp_path):
     runs = Runs(tmp_path, FEDSSYN)
     result = runs(
         lambda c, asked, answer: (
-            replace(answer, figures={**answer.figures, "rounds": 77.0, "best_round": 7.0})
+            replace(answer, metrics={**answer.metrics, "rounds": 77.0, "best_round": 7.0})
             if c == HOSTILE and asked.kind == "contribute"
             else answer
         )
@@ -482,7 +482,7 @@ def test_names_of_the_summary_cannot_be_taken_by_a_site(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "said", [{"held_out": 1 << 61}, {"examples": 1 << 61}, {"clock": math.inf}, {"name": None}, {"client": [1]}]
+    "said", [{"held_out": 1 << 61}, {"num_samples": 1 << 61}, {"clock": math.inf}, {"name": None}, {"client": [1]}]
 )
 def test_an_invalid_report_keeps_only_its_site_out(said, tmp_path):
     place, told = LoopPlace(tmp_path, {**TINY, "clients": 4}), Told()

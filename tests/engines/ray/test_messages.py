@@ -251,7 +251,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ray_worker, "store_client_state", lambda *one: files.append(passed(*one)) or files[-1])
         half = run("half", "ray", 2, **nodes)
-    assert all(not update.state.tensors() and update.kept[1] for update in files)
+    assert all(not update.state.tensors() and update.state_file[1] for update in files)
     (checkpoint,) = (tmp_path / "half" / "checkpoints").iterdir()
     assert len(list(checkpoint.glob("client-*.safetensors"))) == len({update.client for update in files})
     assert half.history[-1]["loss"] == whole.history[1]["loss"]
@@ -262,7 +262,7 @@ def test_what_clients_keep_lies_in_files_and_runs_go_on_anywhere(played, tmp_pat
         with pytest.raises(ConfigError, match=text):
             train("ray", "scaffold", 4, **options, **nodes)
     with pytest.raises(DataError, match="does not see /nowhere"):
-        load_client_state(SimpleNamespace(kept=("", "/nowhere/000000/1-1.safetensors")))
+        load_client_state(SimpleNamespace(state_files=("", "/nowhere/000000/1-1.safetensors")))
 
 
 def test_nodes_open_what_is_named_once_and_map_it(played, tmp_path, monkeypatch):

@@ -29,10 +29,10 @@ pytestmark = [
 TINY = "ddpm-small;steps=20;sampling_steps=3;width=8;batch=4;multipliers=1/2;blocks=1;attention=8/4"
 
 
-def private_of(module, examples=8, epochs=2, batch=4, lr=1.0, **options):
+def private_of(module, num_samples=8, epochs=2, batch=4, lr=1.0, **options):
     optimizer = torch.optim.SGD(module.parameters(), lr=lr)
     privacy = PrivacyOptions(**{"noise_multiplier": 1.0, **options})
-    return PrivateTraining(privacy, module, optimizer, 0, None, examples, epochs, batch)
+    return PrivateTraining(privacy, module, optimizer, 0, None, num_samples, epochs, batch)
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook")
@@ -64,7 +64,7 @@ def test_a_step_is_the_clipped_sum_plus_noise_over_the_expected_batch():
     def step(index, scale=1.0):
         module = torch.nn.Linear(3, 1, bias=False)
         torch.nn.init.constant_(module.weight, 0.5)
-        private = private_of(module, examples=150, batch=50, clip=0.7)
+        private = private_of(module, num_samples=150, batch=50, clip=0.7)
         private.step(
             torch.as_tensor(index), 4, lambda part: (private.module(x[part]) - y[part]).square().mean() * scale
         )
@@ -83,7 +83,7 @@ def test_a_step_is_the_clipped_sum_plus_noise_over_the_expected_batch():
 
 def test_noise_has_its_deviation_and_another_one_in_every_step():
     module = torch.nn.Linear(200, 100, bias=False)
-    private = private_of(module, noise_multiplier=1.5, clip=2.0, examples=8, batch=4)
+    private = private_of(module, noise_multiplier=1.5, clip=2.0, num_samples=8, batch=4)
     before = [module.weight.detach().clone()]
     for number in range(3):
         private.step(torch.arange(0), number, lambda part: module.weight.sum() * 0)
@@ -122,7 +122,7 @@ def test_a_budget_alone_decides_the_noise_and_with_noise_decides_the_end():
     privacy = PrivacyOptions(epsilon=3.0)
     sigma = noise_multiplier(privacy, 0.25, 80)
     assert 2.9 < spent_epsilon(80, sigma, 0.25, 1e-5, "rdp") <= 3.0
-    private = private_of(torch.nn.Linear(2, 1), examples=16, epochs=20, batch=4, noise_multiplier=2.0, epsilon=3.0)
+    private = private_of(torch.nn.Linear(2, 1), num_samples=16, epochs=20, batch=4, noise_multiplier=2.0, epsilon=3.0)
     assert private.epsilon(private.allowed) <= 3.0 < private.epsilon(private.allowed + 1)
     assert sum(len(private.batches(epoch)) for epoch in range(20)) == private.allowed < 80
     with pytest.raises(ConfigError, match="accountant=prv"):
@@ -132,7 +132,7 @@ def test_a_budget_alone_decides_the_noise_and_with_noise_decides_the_end():
 
 
 def test_poisson_batches_have_their_rate_and_may_be_empty():
-    private = private_of(torch.nn.Linear(2, 1), examples=6, epochs=400, batch=2)
+    private = private_of(torch.nn.Linear(2, 1), num_samples=6, epochs=400, batch=2)
     batches = [batch for epoch in range(400) for batch in private.batches(epoch)]
     sizes = np.array([len(batch) for batch in batches])
     assert len(batches) == 1200

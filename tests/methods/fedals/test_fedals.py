@@ -49,7 +49,7 @@ def by_hand(alpha, rounds, tau=3, lr=0.1, optimizer="sgd", **kw):
     nets = [copy.deepcopy(start) for _ in SIZES]
     kinds = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}
     optimizers = [kinds[optimizer](net.parameters(), lr=lr, **kw) for net in nets]
-    weights = torch.tensor([float(c.examples) for c in fed.clients], dtype=torch.float64)
+    weights = torch.tensor([float(c.num_samples) for c in fed.clients], dtype=torch.float64)
     weights /= weights.sum()
 
     def mean(name):

@@ -237,28 +237,30 @@ def test_variants_change_the_numbers():
         assert not any(torch.equal(one, other) for other in vectors[:place]), options[place]
 
 
-@pytest.mark.parametrize(("examples", "drop_last"), [(200, False), (200, True), (20, False), (20, True), (128, False)])
-def test_every_synthetic_input_is_used_as_often_as_any_other_up_to_one(spec, examples, drop_last):
+@pytest.mark.parametrize(
+    ("num_samples", "drop_last"), [(200, False), (200, True), (20, False), (20, True), (128, False)]
+)
+def test_every_synthetic_input_is_used_as_often_as_any_other_up_to_one(spec, num_samples, drop_last):
     """Also where real batches are not whole; by_step misses some of them there."""
     training = Training(batch_size=64, drop_last=drop_last, local_epochs=7)
-    sizes = [cut.stop - cut.start for cut in training.cuts(examples)]
+    sizes = [cut.stop - cut.start for cut in training.cuts(num_samples)]
     used = {}
     for cycle in ("shuffled", "by_step"):
         rule = FedCOG(n=256, g_steps=0, source="noise", cycle=cycle)
         ctx = replace(
-            context(rule, spec, counts=(examples, 0.0, 0.0)),
+            context(rule, spec, counts=(num_samples, 0.0, 0.0)),
             training=training,
             epoch_steps=torch.tensor(float(len(sizes))),
         )
         carry, places = rule.begin(ctx), []
         for step, size in enumerate(sizes * 7):
-            places.append(rule.taken(ctx, torch.tensor(step), size, carry))
+            places.append(rule.step_indices(ctx, torch.tensor(step), size, carry))
             assert len(places[-1]) == size
         used[cycle] = torch.cat(places)
     counts = torch.bincount(used["shuffled"], minlength=256)
     assert counts.max() - counts.min() <= 1
     assert used["shuffled"][:64].tolist() != sorted(used["shuffled"][:64].tolist()), "classes are mixed"
-    if (examples, drop_last) == (200, False):
+    if (num_samples, drop_last) == (200, False):
         assert (torch.bincount(used["by_step"], minlength=256) == 0).any()
 
 

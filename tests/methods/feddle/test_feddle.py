@@ -54,12 +54,12 @@ class Server:
     def v(self):
         return self.state["v"]
 
-    def arrive(self, *deltas, weights=None, born=None):
+    def arrive(self, *deltas, weights=None, origin_round=None):
         """One round; returns the coefficients found."""
         single = []
         for k, delta in enumerate(deltas):
             weight = 1.0 if weights is None else weights[k]
-            when = self.round if born is None else born[k]
+            when = self.round if origin_round is None else origin_round[k]
             single.append(an_update(k, delta, when, weight, self.b, b_start=self.b, arrived=self.round))
         key = torch.tensor(100 + self.round)
         arrived = some_updates(single, self.round, self.v, self.b, self.spec, key, server_training=self.bench)
@@ -123,7 +123,7 @@ def test_stale_updates_weigh_less_and_weights_count():
     server.round = 10
     first, second = server.noise(2)
     expected = server.v + 0.7 * (3 / 4 * first / np.sqrt(1 + 3) + 1 / 4 * second)
-    server.arrive(first, second, weights=[3.0, 1.0], born=[7, 10])
+    server.arrive(first, second, weights=[3.0, 1.0], origin_round=[7, 10])
     assert_close(server.v, expected, TRAINING)
 
 

@@ -90,7 +90,7 @@ def multiset(x, y):
 
 
 def synthetic_part(before, after, k):
-    n, c = before.clients[k].examples, after.clients[k]
+    n, c = before.clients[k].num_samples, after.clients[k]
     assert torch.equal(c.x[:n], before.clients[k].x), "real samples stay"
     assert torch.equal(c.x_test, before.clients[k].x_test)
     return c.x[n:], c.y[n:]
@@ -99,7 +99,7 @@ def synthetic_part(before, after, k):
 def test_what_is_pooled_is_what_is_dealt_out_and_everyone_gets_as_much():
     fed = pictures(holdout=0.25)
     rule = Fedssyn(n_syn=7, generator="support.colors:Colors")
-    made = rule.made(unprepared(fed), 3, Workspace())
+    made = rule.synthetic_set(unprepared(fed), 3, Workspace())
     ready = prepared(rule, fed, 3)
     after, traffic = ready.federation, dict(ready.traffic)
     parts = [synthetic_part(fed, after, k) for k in range(4)]
@@ -121,7 +121,7 @@ def test_the_permutation_is_uniform_over_places():
     rule = Fedssyn(n_syn=1, generator="support.colors:Colors", rho=1.0)
     ends = []
     for seed in range(80):
-        made, after = rule.made(unprepared(fed), seed, Workspace()), prepared(rule, fed, seed).federation
+        made, after = rule.synthetic_set(unprepared(fed), seed, Workspace()), prepared(rule, fed, seed).federation
         ends.append(next(k for k in range(4) if torch.equal(after.clients[k].x[-1], made.x[0])))
     counts = np.bincount(ends, minlength=4)
     assert ((counts - 20) ** 2 / 20).sum() < 16.3  # 99.9%
@@ -130,7 +130,7 @@ def test_the_permutation_is_uniform_over_places():
 def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
     fed = pictures()
     Colors.fitted.clear()
-    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colors:Colors").made(unprepared(fed), 0, Workspace())
+    made = Fedssyn(n_syn=11, rho=0.5, generator="support.colors:Colors").synthetic_set(unprepared(fed), 0, Workspace())
     for k, (x, y) in enumerate(Colors.fitted):
         assert len(y) == round(0.5 * SIZES[k])
         own = multiset(fed.clients[k].x, fed.clients[k].y)
@@ -148,7 +148,9 @@ def test_the_generator_sees_rho_of_the_samples_and_makes_their_classes():
 def test_by_default_as_many_as_the_training_set_over_the_clients_held_out_samples_included():
     fed = pictures(holdout=0.25)
     assert (
-        Fedssyn(generator="support.colors:Colors").made(unprepared(fed), 0, Workspace()).about["recipe"]["count"]
+        Fedssyn(generator="support.colors:Colors")
+        .synthetic_set(unprepared(fed), 0, Workspace())
+        .about["recipe"]["count"]
         == sum(SIZES) // 4
     )
 
@@ -161,12 +163,12 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
         return labels != 2
 
     rule = unskew.method("fedssyn", n_syn=5, generator="support.colors:Colors", refuse="1", keep=dark).data[0]
-    made = rule.made(unprepared(fed), 0, Workspace())
+    made = rule.synthetic_set(unprepared(fed), 0, Workspace())
     assert set(made.source.tolist()) == {0, 2, 3}
     assert 2 not in made.y.tolist()
     ready = prepared(rule, fed)
     after, traffic = ready.federation, dict(ready.traffic)
-    shares = [after.clients[k].examples - SIZES[k] for k in range(4)]
+    shares = [after.clients[k].num_samples - SIZES[k] for k in range(4)]
     assert sum(shares) == len(made.y)
     assert max(shares) - min(shares) <= 1
     assert traffic[1] == (0, shares[1] * size)
@@ -192,7 +194,7 @@ def test_clients_may_refuse_or_keep_images_back_and_still_get_their_share():
 def test_ablations_change_data_and_traffic_as_stated():
     fed = pictures()
     rule = Fedssyn(n_syn=6, generator="support.colors:Colors")
-    made, size = rule.made(unprepared(fed), 0, Workspace()), 3 * 6 * 6 + 1
+    made, size = rule.synthetic_set(unprepared(fed), 0, Workspace()), 3 * 6 * 6 + 1
     ready = prepared(replace(rule, data="real"), fed)
     same, cost = ready.federation, dict(ready.traffic)
     assert same is fed
@@ -234,7 +236,7 @@ def test_steps_stay_as_many_and_real_samples_weigh():
     assert "local_epochs" not in seen["fedavg"]
     uneven = prepared(rule, pictures())
     assert [uneven.federation_info.size(k) for k in range(4)] == SIZES
-    assert [uneven.federation.clients[k].examples for k in range(4)] == [n + 16 for n in SIZES]
+    assert [uneven.federation.clients[k].num_samples for k in range(4)] == [n + 16 for n in SIZES]
 
 
 @dataclass(frozen=True)
@@ -594,7 +596,7 @@ def test_the_preparation_tells_of_training_and_of_sampling_and_never_goes_back()
     seen = []
     spec = "ddpm-small;steps=20;sampling_steps=4;width=8;epochs=2;batch=8;multipliers=1/2"
     place = Workspace(report=lambda *told: seen.append(told))
-    Fedssyn(n_syn=3, generator=spec).made(unprepared(pictures([9, 8])), 0, place)
+    Fedssyn(n_syn=3, generator=spec).synthetic_set(unprepared(pictures([9, 8])), 0, place)
     done = [at for _, at, _ in seen]
     assert done == sorted(done)
     assert done[-1] == pytest.approx(2)

@@ -396,7 +396,7 @@ def test_attackers_do_not_move_a_robust_model():
             return torch.where(ctx.client_info["attacker"] > 0, -50 * delta, delta)
 
         def client_info(self, data):
-            return {"attacker": torch.tensor(float(data.client.examples == 19))}
+            return {"attacker": torch.tensor(float(data.client.num_samples == 19))}
 
     honest = run("fedavg", client_weighting="uniform").vector
     distance = {

@@ -12,7 +12,7 @@ from unskew.data.federation import ClientData
 class SingleClientView(Sequence[ClientData]):
     """Clients of a federation as one client sees them: only its own samples, and empty data for the others."""
 
-    own: ClientData
+    site_data: ClientData
     total: int
 
     def __len__(self) -> int:
@@ -21,5 +21,5 @@ class SingleClientView(Sequence[ClientData]):
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
         if not 0 <= k < self.total:
             raise IndexError(f"There is no client {k}; this federation has {self.total}.")
-        own = self.own
+        own = self.site_data
         return own if k == own.id else ClientData(k, own.x[:0], own.y[:0], own.x[:0], own.y[:0])

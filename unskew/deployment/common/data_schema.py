@@ -173,14 +173,16 @@ class DataSchema:
                 raise ConfigError(f"{who} has data with {name} {other_value}, but the server's have {own_value}.")
 
 
-def reference_schema(whole: PartitionedSource, config: Experiment) -> DataSchema:
+def reference_schema(partitioned: PartitionedSource, config: Experiment) -> DataSchema:
     """Return the data schema of a rehearsal, in which every site can read all data.
 
     Args:
-        whole: Partitioned data.
+        partitioned: Partitioned data.
         config: The experiment.
     """
-    return DataSchema.of(apply_task_options(whole.federation(whole.known()), config.loss, config.class_weights))
+    return DataSchema.of(
+        apply_task_options(partitioned.federation(partitioned.known()), config.loss, config.class_weights)
+    )
 
 
 def read_schema(path: Path) -> DataSchema | None:

@@ -66,14 +66,14 @@ def make_certificates(folder: Path, hosts: list[str]) -> None:
     run_to_completion(["sh", str(folder / "certificates.sh"), *hosts], {}, 60, "certificates.sh")
 
 
-def make_node_key(folder: Path, place: Path) -> None:
+def make_node_key(folder: Path, site_folder: Path) -> None:
     """Run the script that creates a site's keys.
 
     Args:
         folder: Folder of the deployment.
-        place: Folder of the site.
+        site_folder: Folder of the site.
     """
-    run_to_completion(["sh", str(folder / "node-key.sh"), str(place)], {}, 60, "node-key.sh")
+    run_to_completion(["sh", str(folder / "node-key.sh"), str(site_folder)], {}, 60, "node-key.sh")
 
 
 def site_yaml_values(name: str, client: int, **others: object) -> str:

@@ -46,13 +46,13 @@ class RemoteSuperLink:
     """SuperLink that is already running on this machine.
 
     Args:
-        place: Folder of the deployment, as ``unskew deploy init`` wrote it.
+        site_folder: Folder of the deployment, as ``unskew deploy init`` wrote it.
         address: Host and port of the SuperLink.
     """
 
-    def __init__(self, place: Path, address: str):
-        self.folder = place
-        self.superlink = flower_cli.SuperLink(address, place / "ca" / "ca.crt")
+    def __init__(self, site_folder: Path, address: str):
+        self.folder = site_folder
+        self.superlink = flower_cli.SuperLink(address, site_folder / "ca" / "ca.crt")
         self.link: GridBridge | None = None
 
     def open(self, largest: int, seconds: float) -> GridBridge:

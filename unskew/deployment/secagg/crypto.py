@@ -93,17 +93,17 @@ def share_secret(secret: int, needed: int, count: int) -> tuple[list[int], list[
     return shares, [public_key(term) for term in terms]
 
 
-def verify_share(share: int, place: int, commitments: Sequence[bytes]) -> bool:
+def verify_share(share: int, position: int, commitments: Sequence[bytes]) -> bool:
     """Return whether the share at a position is the one that the dealer committed to.
 
     Args:
         share: The share.
-        place: Position at which the polynomial was evaluated, from 1.
+        position: Position at which the polynomial was evaluated, from 1.
         commitments: Commitments of the dealer.
     """
     total: Point = None
     for commitment in reversed(commitments):
-        total = _add(_times(place, total), decode_point(commitment))
+        total = _add(_times(position, total), decode_point(commitment))
     return 0 < share < ORDER and total is not None and decode_point(public_key(share)) == total
 
 

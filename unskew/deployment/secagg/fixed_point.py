@@ -91,17 +91,17 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
         yield flat[start : start + PIECE]
 
 
-def dequantize(whole: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
+def dequantize(integer_sum: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
     """Decode a sum to tensors in double precision, by name.
 
     Args:
-        whole: Sum of the integers, uint64.
+        integer_sum: Sum of the integers, uint64.
         parts: Layout of the sum.
         sites: Number of summands.
     """
     tensors, at, step = {}, 0, step_size(sites)
     for part in parts:
-        numbers = torch.from_numpy(whole[at : at + part.size].view(np.int64))
+        numbers = torch.from_numpy(integer_sum[at : at + part.size].view(np.int64))
         values = (numbers >> 32).double() if part.dtype == torch.int32 else numbers.double() * step
         tensors[part.name] = values.view(part.shape)
         at += part.size

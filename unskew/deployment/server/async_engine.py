@@ -27,14 +27,14 @@ class AsyncFlowerEngine(FlowerEngine):
         return {*self.flying}
 
     def _take(self, client: int, frame: Frame) -> Update | None:
-        return self.taken(self.flying[client], frame)
+        return self.accept_reply(self.flying[client], frame)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Send broadcasts to their sites and yield updates in order of arrival."""
         sites, patience = self.sites, self.sites.round_policy
         for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast
-            request = encode_broadcast(broadcast, self.terms, "train", self._budget(broadcast.client))
+            request = encode_broadcast(broadcast, self.wire_context, "train", self._budget(broadcast.client))
             self.talk.add(broadcast.client, request, str(broadcast.round + 1))
         wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
         while self.talk.requests:

@@ -40,13 +40,13 @@ HIGHEST = 1e60
 
 
 def parse_sums(
-    frame: Frame, examples: int, known: Sequence[Encoder], targets: int
+    frame: Frame, num_samples: int, known: Sequence[Encoder], targets: int
 ) -> tuple[ClientStats, np.ndarray, np.ndarray]:
     """Parse a site's first report.
 
     Args:
         frame: Report of the site.
-        examples: Number of training samples of the site.
+        num_samples: Number of training samples of the site.
         known: Encoders of the columns.
         targets: Number of regression targets.
 
@@ -58,19 +58,23 @@ def parse_sums(
     """
     arrays, width = decode_record(frame, "sums"), len(numeric_columns(known))
     counts, sums = (parse_vector(arrays, name, width + targets) for name in ("counts", "sums"))
-    if not ((counts >= 0) & (counts <= examples)).all() or not (counts[width:] == examples).all():
-        raise InvalidMessageError(f"it counts more values than its {examples} samples can have")
+    if not ((counts >= 0) & (counts <= num_samples)).all() or not (counts[width:] == num_samples).all():
+        raise InvalidMessageError(f"it counts more values than its {num_samples} samples can have")
     try:
         values = json.loads(read_text(frame.config, "values"))
         coded = len(known) - width
         lists = isinstance(values, list) and len(values) == coded and all(isinstance(some, list) for some in values)
         if not lists or not all(isinstance(v, str) and len(v) <= LONGEST for some in values for v in some):
             raise ValueError
-        if any(len(set(some)) < len(some) or len(some) > examples for some in values):
+        if any(len(set(some)) < len(some) or len(some) > num_samples for some in values):
             raise ValueError
     except (ValueError, RecursionError) as error:
         raise InvalidMessageError("its categories cannot be read") from error
-    return ClientStats(examples, counts[:width], sums[:width], tuple(map(tuple, values))), counts[width:], sums[width:]
+    return (
+        ClientStats(num_samples, counts[:width], sums[:width], tuple(map(tuple, values))),
+        counts[width:],
+        sums[width:],
+    )
 
 
 def parse_vector(arrays: Tensors, name: str, size: int) -> np.ndarray:
@@ -117,7 +121,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
     first = {}
     for client, frame in frames.items():
         try:
-            first[client] = parse_sums(frame, read_integer(frame.config, "examples", MOST), known, targets)
+            first[client] = parse_sums(frame, read_integer(frame.config, "num_samples", MOST), known, targets)
         except InvalidMessageError as error:
             sites.fault(client, f"its column statistics were rejected because {error}", last=True)
     both = [

@@ -64,7 +64,7 @@ class SiteConnection:
         """
         self._attempts += 1
         config = {**frame.config, **self.header, "protocol": PROTOCOL, "run": self.run, "attempt": self._attempts}
-        identity = self.link.push(node, Frame(frame.kind, config, frame.figures, frame.arrays), round, seconds)
+        identity = self.link.push(node, Frame(frame.kind, config, frame.metrics, frame.arrays), round, seconds)
         self._sent[identity] = self._attempts
         return identity
 

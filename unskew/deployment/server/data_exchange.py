@@ -28,7 +28,7 @@ from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
-from unskew.simulation.update_buffer import TAKEN
+from unskew.simulation.update_buffer import RESERVED_METRICS
 
 FIELDS, LONGEST = 64, 2000
 """Maximum number of fields, and of characters of a text, that describe what a site contributed."""
@@ -48,7 +48,7 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
     Raises:
         InvalidMessageError: If the report is invalid or does not match what the server expects.
     """
-    if frame.kind != "facts" or read_integer(frame.config, "client") != client:
+    if frame.kind != "client_info" or read_integer(frame.config, "client") != client:
         raise InvalidMessageError("it is not a report of this client's data")
     built = frame.config.get("parameters")
     if parameters is not None and built != parameters:
@@ -57,12 +57,12 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
         )
     task = federation.objective
     counts = read_class_counts(frame, federation.classes if task.labeled else 0)
-    examples = read_integer(frame.config, "examples")
+    num_samples = read_integer(frame.config, "num_samples")
     x, y = federation.test
     return ClientData(
         client,
         x[:0],
-        placeholder_labels(counts, examples, y),
+        placeholder_labels(counts, num_samples, y),
         x[:0],
         y[:1].expand(read_integer(frame.config, "held_out", MOST), *y.shape[1:]),
     )
@@ -78,19 +78,19 @@ def read_class_counts(frame: Frame, classes: int) -> Tensor:
     Raises:
         InvalidMessageError: If the counts are missing or invalid.
     """
-    check_records(frame, ("facts",))
-    counts = decode_record(frame, "facts").get("class_counts")
+    check_records(frame, ("client_info",))
+    counts = decode_record(frame, "client_info").get("class_counts")
     if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
         raise InvalidMessageError(f"it does not report sample counts of {classes} classes")
     return counts
 
 
-def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
+def placeholder_labels(counts: Tensor, num_samples: int, like: Tensor) -> Tensor:
     """Create placeholder targets with the given counts: ``[n]`` for classes, or ``[n, L]`` for labels.
 
     Args:
         counts: Samples per class or label, ``[C]``.
-        examples: Number of samples.
+        num_samples: Number of samples.
         like: Tensor with the dtype of the targets.
 
     Raises:
@@ -100,19 +100,21 @@ def placeholder_labels(counts: Tensor, examples: int, like: Tensor) -> Tensor:
     [0, 0, 2]
     """
     most = MOST // max(1, len(counts) if like.dim() > 1 else 1)
-    if not 0 < examples <= most:
-        raise InvalidMessageError(f"it reports {examples} samples; a site must have 1 to {most}")
-    if len(counts) and int(counts.max()) > examples:
-        raise InvalidMessageError(f"it reports {int(counts.max())} samples of one class, but {examples} samples in all")
+    if not 0 < num_samples <= most:
+        raise InvalidMessageError(f"it reports {num_samples} samples; a site must have 1 to {most}")
+    if len(counts) and int(counts.max()) > num_samples:
+        raise InvalidMessageError(
+            f"it reports {int(counts.max())} samples of one class, but {num_samples} samples in all"
+        )
     if not len(counts):
-        return like[:1].expand(examples, *like.shape[1:])  # without labels only the number of samples is known
+        return like[:1].expand(num_samples, *like.shape[1:])  # without labels only the number of samples is known
     if like.dim() == 1:
-        if int(counts.sum()) != examples:
+        if int(counts.sum()) != num_samples:
             raise InvalidMessageError(
-                f"its class counts add up to {int(counts.sum())}, but it reports {examples} samples"
+                f"its class counts add up to {int(counts.sum())}, but it reports {num_samples} samples"
             )
         return torch.repeat_interleave(torch.arange(len(counts)), counts).to(like.dtype)
-    return (torch.arange(examples)[:, None] < counts[None, :]).to(like.dtype)
+    return (torch.arange(num_samples)[:, None] < counts[None, :]).to(like.dtype)
 
 
 def federation_of_sites(
@@ -165,24 +167,31 @@ def run_data_rules(
     return prepared
 
 
-def _one(place: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, take: Any) -> PreparedData:
+def _one(
+    rule_index: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, take: Any
+) -> PreparedData:
     """Run one data rule, as ``apply_data_rule`` does, with the client-side steps replaced by messages to the sites."""
     federation = prepared.federation
-    about = {"place": place, "mean_size": prepared.mean_size}
+    about = {"rule_index": rule_index, "mean_size": prepared.mean_size}
     asks = type(rule).client_payload is not DataRule.client_payload
     requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
     replies = request_all(sites, requests, "contributions", take)
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
     payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
-    dealt = rule.server_payload(sent, prepared.federation_info, seed)
-    common = encode_record("common", dealt.common)
+    server_payload = rule.server_payload(sent, prepared.federation_info, seed)
+    common = encode_record("common", server_payload.common)
     messages = {
-        k: Frame("receive", {"place": place}, {}, {**encode_record("share", dealt.shares.get(k, {})), **common})
+        k: Frame(
+            "receive",
+            {"rule_index": rule_index},
+            {},
+            {**encode_record("share", server_payload.shares.get(k, {})), **common},
+        )
         for k in range(len(federation.clients))
     }
     after = request_all(sites, messages, "shares", lambda k, frame: remote_client(k, frame, federation))
-    return prepared.received(rule.name, payloads, dealt, lambda client, share: after.get(client.id, client))
+    return prepared.received(rule.name, payloads, server_payload, lambda client, share: after.get(client.id, client))
 
 
 def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take: Any) -> dict[int, Any]:
@@ -220,10 +229,10 @@ def _contribution(
     description = {
         n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
     }
-    figures = {name: read_number(frame.figures, name, -LARGEST_WEIGHT, LARGEST_WEIGHT) for name in frame.figures}
-    if taken := TAKEN & {*description, *figures} or len(description) + len(figures) > FIELDS:
+    metrics = {name: read_number(frame.metrics, name, -LARGEST_WEIGHT, LARGEST_WEIGHT) for name in frame.metrics}
+    if taken := RESERVED_METRICS & {*description, *metrics} or len(description) + len(metrics) > FIELDS:
         raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
-    return tensors, {**figures, **description}, read_text(frame.config, "made")
+    return tensors, {**metrics, **description}, read_text(frame.config, "payload_digest")
 
 
 def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:

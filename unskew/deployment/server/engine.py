@@ -102,7 +102,7 @@ class FlowerEngine:
         setup: Engine configuration as the server sees it.
         sites: Connected sites.
         server: Server of the run; it treats a client that has lost its state as a new one.
-        terms: Wire context, for encoding and validating messages.
+        wire_context: Wire context, for encoding and validating messages.
         budget: Fields of the clients' local budget that data rules have changed.
         roster: Public signing keys, by client.
         folder: Run folder, for updates that wait for earlier ones; None keeps them in memory.
@@ -115,7 +115,7 @@ class FlowerEngine:
         setup: EngineConfig,
         sites: SiteManager,
         server: Server,
-        terms: WireContext,
+        wire_context: WireContext,
         budget: dict[str, int],
         roster: Mapping[int, Any],
         folder: Path | None,
@@ -123,7 +123,7 @@ class FlowerEngine:
         self.setup = setup
         self.sites = sites
         self.server = server
-        self.terms = terms
+        self.wire_context = wire_context
         self.budget = budget
         self.roster = roster
         self.folder = folder
@@ -134,13 +134,14 @@ class FlowerEngine:
         """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""
         by_client = {broadcast.client: broadcast for broadcast in broadcasts}
         requests = {
-            k: encode_broadcast(broadcast, self.terms, "train", self._budget(k)) for k, broadcast in by_client.items()
+            k: encode_broadcast(broadcast, self.wire_context, "train", self._budget(k))
+            for k, broadcast in by_client.items()
         }
         round = str(broadcasts[0].round + 1) if broadcasts else ""
         arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
         for client, update in round_requests.ask_sites(
-            self.sites, requests, round, lambda client, frame: self.taken(by_client[client], frame)
+            self.sites, requests, round, lambda client, frame: self.accept_reply(by_client[client], frame)
         ):
             norms[client] = tensor_norms(update)
             arrived.put(update)
@@ -176,7 +177,7 @@ class FlowerEngine:
                 )
         return outliers
 
-    def taken(self, broadcast: Broadcast, frame: Frame) -> Update | None:
+    def accept_reply(self, broadcast: Broadcast, frame: Frame) -> Update | None:
         """Decode a site's reply to ``broadcast``; None if the site cannot take part in this round.
 
         Args:
@@ -188,12 +189,12 @@ class FlowerEngine:
         """
         if self._left_out(broadcast.client, frame):
             return None
-        update = decode_update(frame, broadcast, self.terms, self._examples(broadcast.client))
+        update = decode_update(frame, broadcast, self.wire_context, self._num_samples(broadcast.client))
         like = self.placeholder(broadcast)
         if update.upload.keys() != like.keys():
             raise InvalidMessageError("it has uploads of other rules than those of the method that send some")
-        for rule in self.terms.method.client:
-            rule.check_sent(update.upload.get(rule.name, {}), like.get(rule.name, {}), self.terms.spec)
+        for rule in self.wire_context.method.client:
+            rule.check_sent(update.upload.get(rule.name, {}), like.get(rule.name, {}), self.wire_context.spec)
         self.sites.log("update accepted", broadcast.client, digest=arrays_digest(frame.arrays))
         return update
 
@@ -212,8 +213,8 @@ class FlowerEngine:
         """Clients whose update has been requested and has not arrived; always empty in synchronous rounds."""
         return set()
 
-    def _examples(self, client: int) -> int:
-        return self.setup.federation.clients[client].examples
+    def _num_samples(self, client: int) -> int:
+        return self.setup.federation.clients[client].num_samples
 
     def _budget(self, client: int) -> dict[str, int]:
         budget = dict(self.budget)
@@ -243,19 +244,19 @@ class FlowerEngine:
         self.sites.warn(f"{self.sites.name(client)} is skipped in this round: {reason}.")
         return True
 
-    def measure(self, broadcasts: Sequence[Broadcast], own: bool) -> dict[int, dict[str, float]]:
+    def measure(self, broadcasts: Sequence[Broadcast], personal: bool) -> dict[int, dict[str, float]]:
         """Evaluate models at the clients' sites.
 
         Args:
             broadcasts: Broadcasts with the model to evaluate.
-            own: Whether to evaluate personal models, too.
+            personal: Whether to evaluate personal models, too.
 
         Returns:
-            Accuracy and loss, by client; with ``own``, also those of the personal model.
+            Accuracy and loss, by client; with ``personal``, also those of the personal model.
         """
         requests = {
             broadcast.client: encode_broadcast(
-                broadcast, self.terms, "evaluate", {"own": own, **self._budget(broadcast.client)}
+                broadcast, self.wire_context, "evaluate", {"own": personal, **self._budget(broadcast.client)}
             )
             for broadcast in broadcasts
         }
@@ -266,14 +267,14 @@ class FlowerEngine:
             if frame.kind != "scores":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
             lowest, scores = 0.0 if self.setup.task.scored == "accuracy" else LEAST, dict[str, float]()
-            for which in ("", "own_") if own else ("",):
-                scores[f"{which}accuracy"] = read_number(frame.figures, f"{which}accuracy", lowest, 1.0)
-                scores[f"{which}loss"] = read_metric(frame.figures, f"{which}loss")
+            for which in ("", "own_") if personal else ("",):
+                scores[f"{which}accuracy"] = read_number(frame.metrics, f"{which}accuracy", lowest, 1.0)
+                scores[f"{which}loss"] = read_metric(frame.metrics, f"{which}loss")
             return scores
 
         return dict(sorted(round_requests.ask_sites(self.sites, requests, "scores", take)))
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the engine's round metrics; none for this engine."""
         return {}
 

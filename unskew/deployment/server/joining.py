@@ -153,16 +153,16 @@ class SiteRegistry:
     def _greeted(self, frame: Frame) -> int:
         """Validate a site's first reply and return its client number."""
         sites = self.sites
-        if frame.kind != "facts":
+        if frame.kind != "client_info":
             raise ConfigError(f"A site rejected the run: {printable(frame.config.get('reason', frame.kind))}")
         client, name = read_integer(frame.config, "client"), read_text(frame.config, "name")
-        clock, examples = read_number(frame.config, "clock", 0.0, 1e12), read_integer(frame.config, "examples")
+        clock, num_samples = read_number(frame.config, "clock", 0.0, 1e12), read_integer(frame.config, "num_samples")
         if not re.fullmatch(NAME, name):
             raise InvalidMessageError(
                 "its name contains characters other than letters, digits, '-', '_' and '.', or is longer than 64"
             )
-        if not 0 < examples <= MOST:
-            raise InvalidMessageError(f"{name} reports {examples} samples; a site must have 1 to {MOST}")
+        if not 0 < num_samples <= MOST:
+            raise InvalidMessageError(f"{name} reports {num_samples} samples; a site must have 1 to {MOST}")
         clients = len(sites.sites)
         if client >= clients:
             raise ConfigError(f"A site reports to be client {client}, but the experiment has {clients}, from 0.")

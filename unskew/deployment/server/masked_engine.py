@@ -33,7 +33,7 @@ from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, SummedUpdate, flatten_records, unflatten_records
 from unskew.protocol.payload import scatter_slices, slices_length
 from unskew.protocol.rules import Method
-from unskew.simulation.update_buffer import FIGURES
+from unskew.simulation.update_buffer import AVERAGED_METRICS
 
 TRIES = 3
 """Number of attempts of a round if too few sites remain to open its sum."""
@@ -47,7 +47,7 @@ class MaskedEngine(FlowerEngine):
     """
 
     error = 0.0
-    told = False
+    warned = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Any]:
         """Train a masked round and yield the sum of its updates as a ``SummedUpdate``; nothing if no site remains."""
@@ -72,11 +72,12 @@ class MaskedEngine(FlowerEngine):
             norm = float(torch.linalg.vector_norm(total)) / (
                 len(opened.clients) if name.startswith("upload/") else weight
             )
-            if norm > self.terms.norm and name != "figures":
+            if norm > self.wire_context.norm and name != "metrics":
                 names = ", ".join(map(self.sites.name, opened.clients))
                 self.sites.warn(
-                    f"The mean of {name} over {names} has the norm {norm:.3g}, above the limit of {self.terms.norm:.3g} "
-                    "(--max-norm): at least one of these sites sent wrong numbers. The round continues without any update."
+                    f"The mean of {name} over {names} has the norm {norm:.3g}, above the limit of "
+                    f"{self.wire_context.norm:.3g} (--max-norm): at least one of these sites sent wrong numbers. "
+                    "The round continues without any update."
                 )
                 return OpenedSum(unusable=opened.unusable)
         return opened
@@ -84,14 +85,14 @@ class MaskedEngine(FlowerEngine):
     def _summed(self, broadcasts: Sequence[Broadcast]) -> OpenedSum:
         """Return the sum of a round; if too few sites remain, try again if ``on_timeout`` is ``wait``."""
         if any(broadcast.up != broadcasts[0].up for broadcast in broadcasts):
-            sync = self.terms.method.sync
+            sync = self.wire_context.method.sync
             raise EngineError(
                 f"{'' if sync is None else sync.name}.exchanged_slices returns different slices for different sites, which "
                 "secure aggregation cannot add up. Return the same slices for all clients of a round, or turn it off."
             )
         text, barred = "", set[int]()
         round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
-        noise = self.terms.site_noise
+        noise = self.wire_context.site_noise
         honest = 0 if noise is None else noise.honest or 0
         least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
         tries = 0
@@ -100,7 +101,7 @@ class MaskedEngine(FlowerEngine):
             for sent in broadcasts:
                 if sent.client not in barred:  # who has lost its state is a new participant at the next attempt
                     current = replace(sent, accepted=self.server.clients.last.get(sent.client))
-                    left[sent.client] = encode_broadcast(current, self.terms, "train", self._budget(sent.client))
+                    left[sent.client] = encode_broadcast(current, self.wire_context, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
@@ -146,7 +147,7 @@ class MaskedEngine(FlowerEngine):
                 return ReadySite(usable=False)
             if frame.kind != "ready":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r}, but its update must be masked")
-            check_reply_matches(frame.config, broadcast, self._examples(client))
+            check_reply_matches(frame.config, broadcast, self._num_samples(client))
             parts = parse_parts(frame.config)
             self._check_parts(parts, broadcast)
             keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
@@ -167,19 +168,19 @@ class MaskedEngine(FlowerEngine):
 
         return take
 
-    def _check_parts(self, parts: Sequence[SumPart], cast: Broadcast) -> None:
+    def _check_parts(self, parts: Sequence[SumPart], broadcast: Broadcast) -> None:
         """Validate that the tensors and their order follow from method, model and request, as ``summands`` lists them."""
-        model = NAMES[cast.v.dtype]
+        model = NAMES[broadcast.v.dtype]
         expected: list[tuple[str, str, tuple[int, ...]]] = []
-        if self.terms.sends_model:
-            expected.append(("delta", model, (slices_length(cast.up, self.terms.spec.size),)))
-        expected.append(("buffers", NAMES[cast.b.dtype], (len(cast.b),)))
-        if cast.report:
-            expected.append(("report/v", model, (self.terms.spec.size,)))
-        uploads = sorted(flatten_records("upload", self.placeholder(cast)).items())
+        if self.wire_context.sends_model:
+            expected.append(("delta", model, (slices_length(broadcast.up, self.wire_context.spec.size),)))
+        expected.append(("buffers", NAMES[broadcast.b.dtype], (len(broadcast.b),)))
+        if broadcast.report:
+            expected.append(("report/v", model, (self.wire_context.spec.size,)))
+        uploads = sorted(flatten_records("upload", self.placeholder(broadcast)).items())
         expected += [(name, NAMES[t.dtype], tuple(t.shape)) for name, t in uploads]
-        if self.terms.site_noise is None:
-            expected.append(("figures", "float64", (len(FIGURES),)))
+        if self.wire_context.site_noise is None:
+            expected.append(("metrics", "float64", (len(AVERAGED_METRICS),)))
         if [(part.name, NAMES[part.dtype], part.shape) for part in parts] != expected:
             raise InvalidMessageError("the layout of its update does not match the request")
 
@@ -190,17 +191,19 @@ class MaskedEngine(FlowerEngine):
         delta = torch.zeros_like(v, dtype=torch.float64)
         if "delta" in sums:
             delta = scatter_slices(delta, broadcasts[0].up, sums["delta"].to(v.device, copy=True))
-            for client in () if self.terms.needs_base else opened.clients:
+            for client in () if self.wire_context.needs_base else opened.clients:
                 broadcast = by_client[client]
-                for span in self.terms.base(broadcast.down, broadcast.up):  # sites send values instead of changes there
+                for span in self.wire_context.base(
+                    broadcast.down, broadcast.up
+                ):  # sites send values instead of changes there
                     delta[span] -= broadcast.weight * v[span].double()
         like = flatten_records("upload", self.placeholder(broadcasts[0])) if opened.clients else {}
         uploads = {name: to_dtype(sums[name], t.dtype).to(v.device) for name, t in like.items()}
         return SummedUpdate(
-            born=broadcasts[0].round,
+            origin_round=broadcasts[0].round,
             clients=tuple(client for client in by_client if client in opened.clients),
             unusable=tuple(client for client in by_client if client in opened.unusable),
-            examples=sum(map(self._examples, opened.clients)),
+            num_samples=sum(map(self._num_samples, opened.clients)),
             weight=weight,
             delta=delta.to(v),
             buffers=sums["buffers"].to(b) if opened.clients else torch.zeros_like(b),
@@ -211,9 +214,9 @@ class MaskedEngine(FlowerEngine):
 
     def _metrics(self, sums: dict[str, Tensor], sites: int) -> dict[str, float]:
         """Return the sums of the updates' metrics; NaN for those that are impossible."""
-        if "figures" not in sums:
+        if "metrics" not in sums:
             return {}
-        totals = dict(zip(FIGURES, sums["figures"].tolist(), strict=True))
+        totals = dict(zip(AVERAGED_METRICS, sums["metrics"].tolist(), strict=True))
         spoiled = [n for n, x in totals.items() if not (n == "loss" or x >= 0) or not abs(x) <= sites * LARGEST_NUMBER]
         if spoiled:
             self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
@@ -221,14 +224,14 @@ class MaskedEngine(FlowerEngine):
 
     def _tell_error(self, error: float, sites: int) -> None:
         self.error = error
-        if not self.told:
-            self.told = True
+        if not self.warned:
+            self.warned = True
             self.sites.warn(
                 f"Secure aggregation: the server has opened the sum of {sites} sites. The rounding error of an "
                 f"entry of the mean update is at most {error:.2g}."
             )
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the round metric of the rounding error."""
         return {"masking_error": self.error}
 

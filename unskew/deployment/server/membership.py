@@ -76,13 +76,13 @@ class Membership:
             self.sites.warn(f"{self.sites.name(client)} has joined the run.")
 
 
-def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -> None:
+def check_late_joining(method: Method, spec: ModelSpec, federation_info: FederationInfo) -> None:
     """Validate that a method needs no information on all sites before the first round.
 
     Args:
         method: Method of the run.
         spec: Layout of the model.
-        facts: Information on the federation.
+        federation_info: Information on the federation.
 
     Raises:
         ConfigError: If the method needs such information.
@@ -94,7 +94,7 @@ def check_late_joining(method: Method, spec: ModelSpec, facts: FederationInfo) -
     def asks(*_: object) -> NoReturn:
         raise Asked
 
-    blank = replace(facts, size=asks, sizes=asks, class_counts=asks)
+    blank = replace(federation_info, size=asks, sizes=asks, class_counts=asks)
     early = [rule.name for rule in method.data]
     early += [rule.name for rule in method.rules if callable(rule.weights)]
     server = server_rule(method)

@@ -44,7 +44,7 @@ class RoundWait:
         self.min_updates = least
         self.deadline = deadline
         self.began = self.heard = time.monotonic()
-        self.told = False
+        self.warned = False
 
     def is_over(self, waiting: Iterable[int], done: int, heard: bool) -> bool:
         """Return whether the round has waited long enough; otherwise sleep until the next poll.
@@ -71,8 +71,8 @@ class RoundWait:
                     f"{came} within {self.deadline:g} s, so the run stops (on_timeout: abort). "
                     "Resume it when the sites are back."
                 )
-            if not self.told:
-                self.told = True
+            if not self.warned:
+                self.warned = True
                 sites.warn(f"{came} in time; still waiting.")
         if heard:
             self.heard = now

@@ -55,7 +55,7 @@ def run(
     out: Path,
     callbacks: Sequence[Callback],
     tell: Callable[[str], None],
-    place: RunLocation | RemoteSuperLink,
+    location: RunLocation | RemoteSuperLink,
 ) -> Result:
     """Run an experiment over sites.
 
@@ -65,7 +65,7 @@ def run(
         out: Run folder to create.
         callbacks: Objects that are notified during the run.
         tell: Called with progress messages before the first round.
-        place: Place of the SuperLink and the sites, or the SuperLink itself.
+        location: Location of the SuperLink and the sites, or the SuperLink itself.
 
     Raises:
         ConfigError: If the experiment cannot be deployed.
@@ -73,7 +73,7 @@ def run(
     """
     with owner_only_files(), output_folder(out, False, partial(keep_on_error, out)):
         deployment.write(out)
-        return _run_over_sites(config, deployment, out, False, callbacks, tell, place)
+        return _run_over_sites(config, deployment, out, False, callbacks, tell, location)
 
 
 def resume(
@@ -82,7 +82,7 @@ def resume(
     trust_code: bool = False,
     tell: Callable[[str], None] = print,
     *,
-    place: RunLocation | RemoteSuperLink,
+    location: RunLocation | RemoteSuperLink,
     **changes: Any,
 ) -> Result:
     """Resume a deployed run; sites continue from the last updates that the server accepted.
@@ -92,7 +92,7 @@ def resume(
         callbacks: Objects that are notified during the run.
         trust_code: Whether code that the configuration names may be imported.
         tell: Called with progress messages before the first round.
-        place: Place of the SuperLink and the sites, or the SuperLink itself; the run folder does not name it.
+        location: Location of the SuperLink and the sites, or the SuperLink itself; the run folder does not name it.
         **changes: Fields of the configuration to change.
 
     Raises:
@@ -102,7 +102,7 @@ def resume(
         stored = load_config(folder / "config.yaml", None if trust_code else TRUST, changes)
         config = experiment(override_paths(stored, changes))
         check_unfinished(folder, config.rounds)
-        return _run_over_sites(config, Deployment.read(folder), folder, True, callbacks, tell, place)
+        return _run_over_sites(config, Deployment.read(folder), folder, True, callbacks, tell, location)
 
 
 @contextmanager
@@ -122,7 +122,7 @@ def _run_over_sites(
     again: bool,
     callbacks: Sequence[Callback],
     tell: Callable[[str], None],
-    place: RunLocation | RemoteSuperLink,
+    location: RunLocation | RemoteSuperLink,
 ) -> Result:
     config = with_absolute_paths(config)
     check_deployable(config)
@@ -134,7 +134,7 @@ def _run_over_sites(
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:
         raise ConfigError("If the sites have their own data, the experiment must set clients, the number of sites.")
-    local = place.local if isinstance(place, RunLocation) else None
+    local = location.local if isinstance(location, RunLocation) else None
     if local not in (None, total):
         raise ConfigError(f"--local {local} does not match the {total} clients of the experiment.")
     run = check_method_over_sites(config, deployment, reference, method, total)
@@ -144,7 +144,7 @@ def _run_over_sites(
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
     config = config.model_copy(update={"checkpoint_every": 1})
     about = initial_header(config, reference)
-    superlink = place.superlink(folder, config, again) if isinstance(place, RunLocation) else place
+    superlink = location.superlink(folder, config, again) if isinstance(location, RunLocation) else location
     folder.chmod(0o700)  # the folder contains metrics of single sites
     within = ExitStack()
     try:
@@ -177,7 +177,9 @@ def _run_over_sites(
         )
         frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree_on_data_and_model(config, deployment, method, drawn, reference, spec, frames, sites)
-        terms = WireContext(method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6))
+        wire_context = WireContext(
+            method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6)
+        )
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec
         )
@@ -188,7 +190,7 @@ def _run_over_sites(
         if deployment.quorum is not None:
             present = Membership(sites, registry, prepared.federation, deployment.quorum)
         budget = changed_budget(config, prepared)
-        clients = SiteClients(parts, sites, terms, budget, roster, deployment.asynchronous, present)
+        clients = SiteClients(parts, sites, wire_context, budget, roster, deployment.asynchronous, present)
         result = Session(clients.parts, clients, run.warnings).run(again)
     except EngineError as error:
         why = superlink.why()

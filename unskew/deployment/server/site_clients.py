@@ -62,16 +62,16 @@ class SitesNetwork(Network):
         if not self.asynchronous:
             return super().deliver(round, results)
         arrivals = [*results]
-        self.ages = [round - update.born for update in arrivals]
+        self.ages = [round - update.origin_round for update in arrivals]
         return iter(arrivals)
 
-    def figures(self) -> dict[str, Any]:
+    def metrics(self) -> dict[str, Any]:
         """Return the round metrics: failures so far, sites present, and delays of updates."""
         counts = {f"sites_{name}": count for name, count in self.sites.counts.items() if count}
         excluded = {"sites_excluded": len(self.sites.excluded)} if self.sites.excluded else {}
         presence = {} if self.present is None else {"sites_present": self.present.count}
         late = age_metrics(self.ages, len(self.engine.in_flight)) if self.asynchronous else {}
-        return {**late, **self.engine.figures(), **presence, **counts, **excluded}
+        return {**late, **self.engine.metrics(), **presence, **counts, **excluded}
 
 
 class SiteClients(SimulatedClients):
@@ -80,7 +80,7 @@ class SiteClients(SimulatedClients):
     Args:
         parts: Parts of the run; its network is replaced by that of the sites.
         sites: Connected sites.
-        terms: Wire context, for encoding and validating messages.
+        wire_context: Wire context, for encoding and validating messages.
         budget: Fields of the clients' local budget that data rules have changed.
         roster: Public signing keys, by client.
         asynchronous: Whether updates are accepted in later rounds, too.
@@ -96,7 +96,7 @@ class SiteClients(SimulatedClients):
         self,
         parts: RunParts,
         sites: SiteManager,
-        terms: WireContext,
+        wire_context: WireContext,
         budget: dict[str, int],
         roster: Mapping[int, Any],
         asynchronous: bool = False,
@@ -104,7 +104,7 @@ class SiteClients(SimulatedClients):
     ):
         masked = parts.config.secure_aggregation == "required"
         kind = MaskedEngine if masked else AsyncFlowerEngine if asynchronous else FlowerEngine
-        self.engine = kind(parts.setup, sites, parts.server, terms, budget, roster, parts.folder)
+        self.engine = kind(parts.setup, sites, parts.server, wire_context, budget, roster, parts.folder)
         self.network = SitesNetwork(parts.network, self.engine, asynchronous, present)
         super().__init__(replace(parts, network=self.network))
         self.sites = sites
@@ -147,13 +147,13 @@ class SiteClients(SimulatedClients):
         self.sites.log("resumed" if start else "started")
         self.sites.begin_round(start + 1)
 
-    def finishing_round(self, t: int, figures: dict[str, Any]) -> None:
+    def finishing_round(self, t: int, metrics: dict[str, Any]) -> None:
         """Log the updates skipped in round ``t``, and the digest of its model."""
         server = self.parts.server
         for client in server.aggregator.skipped.clients:
             self.sites.log("left out", client, reason="not finite")
         model = arrays_digest(encode_record("model", {"v": server.state.v, "b": server.state.b}))
-        self.sites.log("round finished", updates=figures.get("updates"), digest=model)
+        self.sites.log("round finished", updates=metrics.get("updates"), digest=model)
 
     def finished_round(self, t: int, last: bool) -> None:
         """Log the end of the run, or stop between two rounds if the operator requested it."""
@@ -184,12 +184,12 @@ class SiteClients(SimulatedClients):
         broadcasts = [replace(create(config.rounds, k, final), b=final[1], down=None, report=False) for k in who]
         personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
-        hidden = self.engine.terms.site_noise is not None  # sites do not report their class counts
+        hidden = self.engine.wire_context.site_noise is not None  # sites do not report their class counts
         if not who and most and not tunes and not hidden:
             # Estimate from the accuracy per class, because the server knows each site's class counts.
             scores = parts.evaluator.evaluate_clients(*server.selection.evaluated, most, config.seed)
-        figures = client_metrics(scores, own, parts.metrics, federation.client_names)
-        return figures, client_rows(federation, scores, own, server.clients.last)
+        metrics = client_metrics(scores, own, parts.metrics, federation.client_names)
+        return metrics, client_rows(federation, scores, own, server.clients.last)
 
     def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:

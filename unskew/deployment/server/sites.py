@@ -25,7 +25,7 @@ class Site:
         site: Name of the site; empty until it has joined.
         version: Version of unskew at the site; ``key``: fingerprint of its node key, as the site reports it.
         connected: Whether its SuperNode is connected; ``since``: time of the last change of this state.
-        seen: Time of its last reply; ``answered``: number of rounds in which it trained.
+        seen: Time of its last reply; ``updates_received``: number of rounds in which it trained.
         error: Reason why the last message to it failed.
         faults: Number of invalid replies.
         barred: Whether the operator has excluded it.
@@ -40,7 +40,7 @@ class Site:
     connected: bool = False
     since: float = field(default_factory=time.time)
     seen: float | None = None
-    answered: int = 0
+    updates_received: int = 0
     error: str = ""
     faults: int = 0
     barred: bool = False
@@ -68,7 +68,7 @@ class Site:
             trained: Whether the site has trained in this round.
         """
         self.seen, self.error = time.time(), ""
-        self.answered += trained
+        self.updates_received += trained
 
 
 class SiteManager:

@@ -115,14 +115,14 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
     request, response = first_round_messages(work)
-    frames = {"sent once": work.facts(work.data), "received each round": request, "sent each round": response}
+    frames = {"sent once": work.client_info(work.data), "received each round": request, "sent each round": response}
     for way, frame in frames.items():
         for name, blob in frame.arrays.items():
             shape = "x".join(map(str, blob.shape)) or "one"
             yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
-        reported = {*frame.figures, *(k for k in frame.config if k in ("name", "examples", "held_out", "weight"))}
+        reported = {*frame.metrics, *(k for k in frame.config if k in ("name", "num_samples", "held_out", "weight"))}
         if reported and way.startswith("sent"):
-            yield Finding(way, None, f"figures: {', '.join(sorted(reported))}")
+            yield Finding(way, None, f"numbers: {', '.join(sorted(reported))}")
     if work.noise is None:
         scored = work.original.objective.scored
         yield Finding("sent at the end", None, f"{scored} and loss on the held-out samples")
@@ -155,18 +155,18 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     client = work.site.client
     federation = work.with_data(work.data)
     total = torch.zeros(work.total, work.reference.classes).long().numpy()
-    facts = replace(
+    federation_info = replace(
         FederationInfo.of(federation),
-        size=lambda k: work.data.examples,
+        size=lambda k: work.data.num_samples,
         class_counts=lambda: total + 1,
         weights="samples",
         plan=make_round_plan(work.config, work.total, work.method),
     )
     rule = server_rule(work.method)
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
-    setup = ServerSetup(work.method, rule, work.spec, facts, small.buffers, small.seed, trainer)
+    setup = ServerSetup(work.method, rule, work.spec, federation_info, small.buffers, small.seed, trainer)
     server = Server(setup)
-    request = encode_broadcast(server.broadcaster.broadcast(0, client), work.terms, "train", {})
+    request = encode_broadcast(server.broadcaster.broadcast(0, client), work.wire_context, "train", {})
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
@@ -174,7 +174,7 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
             update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
             if work.noise is not None:
                 update = work.without_data(update.upload, broadcast.round)
-            response = encode_update(update, broadcast, work.terms)
+            response = encode_update(update, broadcast, work.wire_context)
     finally:
         work.config = before
     return request, response

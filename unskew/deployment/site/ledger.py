@@ -56,12 +56,12 @@ class DataLedger:
     Attributes:
         path: File of the record.
         run: Identifier of the current run.
-        most: Largest number of runs that may use the data.
+        max_runs: Largest number of runs that may use the data.
     """
 
     path: Path
     run: str
-    most: int = 1
+    max_runs: int = 1
 
     def _read(self) -> Records:
         if not os.path.lexists(self.path):
@@ -72,7 +72,7 @@ class DataLedger:
     def _admitted(self) -> Records:
         """Return the record after validating that the current run may use the data."""
         records = self._read()
-        if self.run not in records.runs and len(records.runs) >= self.most:
+        if self.run not in records.runs and len(records.runs) >= self.max_runs:
             others = ", ".join(sorted(run[:16] for run in records.runs))
             raise ConfigError(
                 f"This site's data were used in {len(records.runs)} private or masked run(s) ({others}). The difference of "

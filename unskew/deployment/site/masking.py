@@ -33,7 +33,7 @@ from unskew.deployment.wire.fields import parse_json_field, read_text
 from unskew.deployment.wire.frames import Frame, encode_header
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_tensor
 from unskew.protocol.messages import Update, flatten_records
-from unskew.simulation.update_buffer import FIGURES
+from unskew.simulation.update_buffer import AVERAGED_METRICS
 
 KEPT = 4
 """Number of runs whose current sum a site keeps in memory."""
@@ -47,16 +47,16 @@ def summands(update: Update, delta: Tensor | None) -> list[tuple[str, Tensor, fl
         delta: Slices of the model update that are sent, or None.
     """
     model = [] if delta is None else [("delta", delta, update.weight)]
-    figures: list[tuple[str, Tensor, float]] = []
+    metrics: list[tuple[str, Tensor, float]] = []
     if update.metrics:
-        values = torch.tensor([update.metrics.get(name, 0.0) for name in FIGURES], dtype=torch.float64)
-        figures = [("figures", values, 1.0)]
+        values = torch.tensor([update.metrics.get(name, 0.0) for name in AVERAGED_METRICS], dtype=torch.float64)
+        metrics = [("metrics", values, 1.0)]
     return [
         *model,
         ("buffers", update.buffers, update.weight),
         *((f"report/{name}", t, update.weight) for name, t in sorted(update.report.items())),
         *((name, t, 1.0) for name, t in sorted(flatten_records("upload", update.upload).items())),
-        *figures,
+        *metrics,
     ]
 
 
@@ -79,7 +79,7 @@ class OpenSum:
         shares: Shares of seed and secret key that each client sent.
         alive: Clients whose masked updates arrived, according to the list that this site signed.
         answers: Replies sent so far, so that a repeated message gets the same reply.
-        least: Minimum number of sites in the sum that the method requires.
+        min_sites: Minimum number of sites in the sum that the method requires.
     """
 
     identity: SigningIdentity
@@ -99,7 +99,7 @@ class OpenSum:
     shares: dict[int, tuple[int, int]] = field(default_factory=dict)
     alive: tuple[int, ...] = ()
     answers: dict[str, tuple[str, Frame]] = field(default_factory=dict)
-    least: int = LEAST
+    min_sites: int = LEAST
 
     @property
     def client(self) -> int:
@@ -242,7 +242,7 @@ class OpenSum:
             SumAlreadyOpenedError: If another sum of this round was opened.
         """
         alive = {int(k) for k in parse_json_field(config, "alive")}
-        if not alive <= {*self.shares} or self.client not in alive or len(alive) < max(self.needed, self.least):
+        if not alive <= {*self.shares} or self.client not in alive or len(alive) < max(self.needed, self.min_sites):
             raise InvalidMessageError("the list of arrived updates contains sites outside the sum, or too few sites")
         self.ledger.check(self.round, tuple(sorted(alive)), self.model.model)
         self.alive = tuple(sorted(alive))
@@ -303,7 +303,7 @@ class SecAggClient:
         delta: Tensor | None,
         model: BroadcastDigest,
         ledger: DataLedger,
-        least: int = LEAST,
+        min_sites: int = LEAST,
     ) -> Frame:
         """Start to take part in a sum with an update.
 
@@ -313,27 +313,29 @@ class SecAggClient:
             delta: Slices of the model update that are sent, or None.
             model: Digests of the broadcast that the site trained from.
             ledger: Record of the sums that the site has opened.
-            least: Minimum number of sites in the sum.
+            min_sites: Minimum number of sites in the sum.
         """
         summand_list = summands(update, delta)
         if not update.is_finite() or not all(is_in_range(t, weight) for _, t, weight in summand_list):
             return Frame("unusable", {"client": update.client})
         assert self.identity is not None, "a site without a roster trains no masked experiment"
         parts = [SumPart(name, t.dtype, tuple(t.shape)) for name, t, _ in summand_list]
-        open_sum = OpenSum(self.identity, ledger, session, update.born, model, summand_list, parts, least=least)
+        open_sum = OpenSum(
+            self.identity, ledger, session, update.origin_round, model, summand_list, parts, min_sites=min_sites
+        )
         keys = [crypto.public_key(secret).hex() for secret in (open_sum.secret, open_sum.seal_secret)]
-        message = ready_message(ledger.run, update.born, session, update.client, keys, model.signed)
+        message = ready_message(ledger.run, update.origin_round, session, update.client, keys, model.signed)
         config = {
             "client": update.client,
             "session": session,
-            "round": update.born,
-            "examples": update.examples,
+            "round": update.origin_round,
+            "num_samples": update.num_samples,
             "weight": float(update.weight),
             "parts": parts_as_text(parts),
             "keys": json.dumps(keys),
             "model": model.signed,
             "signature": self.identity.sign(message),
-            "opened": json.dumps(ledger.opened(update.born)),
+            "opened": json.dumps(ledger.opened(update.origin_round)),
         }
         self._open.pop(ledger.run, None)
         self._open[ledger.run] = open_sum

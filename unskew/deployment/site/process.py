@@ -97,7 +97,7 @@ class SiteProcess:
         reply = self._execute(request, work, state, received)
         seconds = time.perf_counter() - began
         self.log(f"run {run[:8]}, {request.kind}{self._round(request)}: {seconds:.2f} s, {reply.size} bytes back")
-        return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, reply.figures, reply.arrays)
+        return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, reply.metrics, reply.arrays)
 
     @staticmethod
     def _round(request: Frame) -> str:
@@ -112,7 +112,7 @@ class SiteProcess:
             if request.kind in ("contribute", "evaluate") or (request.kind == "train" and not masked):
                 ledger.begin()  # of masked updates, only opened sums count
         if request.kind == "hello":
-            reply = work.facts(work.data)
+            reply = work.client_info(work.data)
             return self._with_site_info(request, reply)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -120,18 +120,18 @@ class SiteProcess:
             return self.masks.reply(state.run, request)
         if request.kind == "evaluate":
             return work.reply_to_evaluate(request, state, received, ledger)
-        index = read_integer(request.config, "place")
+        index = read_integer(request.config, "rule_index")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
         if request.kind == "receive":
             check_records(request, ("share", "common"))
             share, common = decode_record(request, "share"), decode_record(request, "common")
             received.take(index, share, common, trained=state.newest() >= 0)
-            return work.facts(received.applied(work.data, index + 1))
+            return work.client_info(received.applied(work.data, index + 1))
         return self.contributed(request, work, state, received, index)
 
     def contributed(
-        self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, place: int
+        self, request: Frame, work: SiteTrainer, state: SiteState, received: ReceivedData, rule_index: int
     ) -> Frame:
         """Create this client's contribution for a data rule, before the first round.
 
@@ -140,26 +140,30 @@ class SiteProcess:
             work: Trainer of the experiment.
             state: State of the run at this site.
             received: Data received before the first round.
-            place: Position of the data rule in the method.
+            rule_index: Position of the data rule in the method.
         """
-        data = received.applied(work.data, place)
+        data = received.applied(work.data, rule_index)
         prepared = PreparedData(
             work.with_data(data),
             work.config.training,
             client=self.config.client,
             site_mean=read_integer(request.config, "mean_size"),
         )
-        workspace = Workspace(state.folder / f"made-{place}", False, work.device, warn=self.log)
-        rule = work.method.data[place]
+        workspace = Workspace(state.folder / f"payload-{rule_index}", False, work.device, warn=self.log)
+        rule = work.method.data[rule_index]
         payloads = rule.client_payload(prepared, work.config.seed, workspace)
         if isinstance(payloads, PreparedData):
             if payloads is not prepared:
                 raise ConfigError(f"{rule.name} changes data without an exchange, which works only in simulations.")
             payloads = ClientPayloads()
-        figures = {name: float(v) for name, v in payloads.about.items() if isinstance(v, int | float)}
-        texts = {f"about.{name}": v for name, v in payloads.about.items() if isinstance(v, str) and name != "synthetic"}
+        metrics = {name: float(v) for name, v in payloads.summary.items() if isinstance(v, int | float)}
+        texts = {
+            f"about.{name}": v for name, v in payloads.summary.items() if isinstance(v, str) and name != "synthetic"
+        }
         sent = encode_record("sent", payloads.sent.get(self.config.client, {}))
-        return Frame("contribution", {"client": self.config.client, "made": payloads.digest, **texts}, figures, sent)
+        return Frame(
+            "contribution", {"client": self.config.client, "payload_digest": payloads.digest, **texts}, metrics, sent
+        )
 
     def _summed(self, request: Frame, digest: str, reference: DataSchema) -> Frame:
         """Reply with the site's statistics, before global statistics determine the encoding of columns and targets."""
@@ -174,7 +178,7 @@ class SiteProcess:
             raise InvalidMessageError("the global column statistics are not known yet")
         sums, values = site_sums(samples)
         config = size_report(self.config, len(samples.train), len(samples.held))
-        return self._with_site_info(request, Frame("facts", {**config, "values": values}, {}, sums))
+        return self._with_site_info(request, Frame("client_info", {**config, "values": values}, {}, sums))
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""

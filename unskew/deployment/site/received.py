@@ -40,8 +40,8 @@ class ReceivedData:
         """Identifier of the received data, which changes when more data are received."""
         return json.dumps([str(self.folder), sorted(self.shares), sorted(self.common)])
 
-    def _path(self, place: int) -> Path:
-        return self.folder / f"received-{place}.safetensors"
+    def _path(self, rule_index: int) -> Path:
+        return self.folder / f"received-{rule_index}.safetensors"
 
     def load(self) -> ReceivedData:
         """Load the stored data.
@@ -61,17 +61,17 @@ class ReceivedData:
             self._take(index, rule, {name: channels_last_images(t) for name, t in tensors.items()})
         return self
 
-    def _take(self, place: int, rule: DataRule, held: Tensors) -> None:
+    def _take(self, rule_index: int, rule: DataRule, held: Tensors) -> None:
         parts = {k: {n.removeprefix(k): t for n, t in held.items() if n.startswith(k)} for k in ("share/", "common/")}
-        self.shares[place] = parts["share/"]
+        self.shares[rule_index] = parts["share/"]
         if parts["common/"]:
             self.common[rule.name] = parts["common/"]
 
-    def take(self, place: int, share: Tensors, common: Tensors, trained: bool) -> None:
+    def take(self, rule_index: int, share: Tensors, common: Tensors, trained: bool) -> None:
         """Store the data for one rule and delete the data for later rules; a repeated message changes nothing.
 
         Args:
-            place: Position of the data rule.
+            rule_index: Position of the data rule.
             share: Tensors for this client.
             common: Tensors that all clients receive.
             trained: Whether the site has trained in this run.
@@ -80,17 +80,17 @@ class ReceivedData:
             InvalidMessageError: If the site has trained with other data.
         """
         named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
-        path, encoded = self._path(place), encode_tensors(named)
+        path, encoded = self._path(rule_index), encode_tensors(named)
         if path.is_file() and path.read_bytes() == encoded:
             return
         if trained:
             raise InvalidMessageError("this site has trained with other data, which do not change during a run")
-        for later in range(place, len(self.rules)):
+        for later in range(rule_index, len(self.rules)):
             self.shares.pop(later, None)
             self._path(later).unlink(missing_ok=True)
         make_private_folder(self.folder)
         write_atomic(path, encoded)
-        self._take(place, self.rules[place], named)
+        self._take(rule_index, self.rules[rule_index], named)
 
     def digest(self) -> str:
         """Return a digest of the data that all clients received."""

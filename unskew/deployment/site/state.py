@@ -158,11 +158,11 @@ class SiteState:
             OutdatedMessageError: If the site has trained from the same model, or in this round, with something else.
         """
         newest, start, own = self._read("started.json", tuple[int, str, dict[str, str]], (-1, "", {}))
-        if (round == newest and start != digest.start) or own.get(digest.model, digest.own) != digest.own:
+        if (round == newest and start != digest.start) or own.get(digest.model, digest.individual) != digest.individual:
             raise OutdatedMessageError(
                 f"this site has trained round {round + 1} of the run, or the same model, from another state or weight"
             )
-        self._write("started.json", (round, digest.start, {**own, digest.model: digest.own}))
+        self._write("started.json", (round, digest.start, {**own, digest.model: digest.individual}))
 
     def known(self, accepted: int | None) -> dict[str, str]:
         """Return the digest of each part of the model as last received, by part, until the round of a state.

@@ -47,15 +47,15 @@ HIDDEN_SIZE = 1
 """Number of samples that a site reports if its number of samples must stay private."""
 
 
-def size_report(site: SiteConfig, examples: int, held_out: int) -> dict[str, Any]:
+def size_report(site: SiteConfig, num_samples: int, held_out: int) -> dict[str, Any]:
     """Return the fields that report a site's client number, name and numbers of samples.
 
     Args:
         site: Configuration of the site.
-        examples: Number of training samples.
+        num_samples: Number of training samples.
         held_out: Number of held-out samples.
     """
-    return {"client": site.client, "name": site.name, "examples": examples, "held_out": held_out}
+    return {"client": site.client, "name": site.name, "num_samples": num_samples, "held_out": held_out}
 
 
 class SiteTrainer:
@@ -82,16 +82,16 @@ class SiteTrainer:
         self.spec = initial_spec(config, federation, None, self.method).to(self.device)
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, samples.total
-        self.terms = WireContext(
+        self.wire_context = WireContext(
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
-        self.noise = self.terms.site_noise
+        self.noise = self.wire_context.site_noise
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None
         self._received: tuple[str, str] = ("", "")
         cohort = Sampler(self.total, config.participation, config.seed).size
-        self.least = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
+        self.min_sites = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
 
     @property
     def data(self) -> ClientData:
@@ -102,17 +102,17 @@ class SiteTrainer:
         """Return the federation with other samples for this site."""
         return replace(self.original, clients=SingleClientView(data, self.total))
 
-    def facts(self, data: ClientData) -> Frame:
+    def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
         counts = torch.zeros(self.reference.counted, dtype=torch.int64)
-        sizes = data.examples, len(data.y_test)
+        sizes = data.num_samples, len(data.y_test)
         if self.noise is not None:  # nothing that depends on the samples: one sample of the first class
             counts[:1] = 1
             sizes = HIDDEN_SIZE, 0
         elif self.reference.counted:
             counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
         config = {**size_report(self.site, *sizes), "parameters": self.spec.size}
-        return Frame("facts", config, {}, encode_record("facts", {"class_counts": counts}))
+        return Frame("client_info", config, {}, encode_record("client_info", {"class_counts": counts}))
 
     def trainer(self, received: ReceivedData, counted: int | None, epochs: int | None) -> LocalTrainer:
         """Return the trainer for the site's samples and the data received before the first round.
@@ -156,7 +156,7 @@ class SiteTrainer:
             state: State of the run at this site.
             received: Data received before the first round.
         """
-        broadcast = self._cast(request, state, training=True)
+        broadcast = self._read_broadcast(request, state, training=True)
         with device_modes(self.device, self.config.precision):
             update = self._trainer_for(request, received).train(broadcast)
         # With noise at the sites, an update that is not finite counts as zero, and the server must not learn of it.
@@ -198,7 +198,7 @@ class SiteTrainer:
                     return stored
             if self._replied is None or self._replied[0] != key:
                 update, broadcast = self.trained(request, state, received)
-                self._replied = key, encode_update(update, broadcast, self.terms)
+                self._replied = key, encode_update(update, broadcast, self.wire_context)
             if private:
                 state.keep_reply(round, key, self._replied[1])
             return self._replied[1]
@@ -211,17 +211,17 @@ class SiteTrainer:
         accepted, round = read_accepted(request), read_integer(request.config, "round")
         state.check_round(round, new=False)
         before_training = hashlib.sha256(encode_tensors(state.after(accepted, forget=False).tensors())).hexdigest()
-        digest = broadcast_digest(request, self.terms, state.known(accepted), self._received[1], before_training)
+        digest = broadcast_digest(request, self.wire_context, state.known(accepted), self._received[1], before_training)
         if self.noise is not None:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
-            return masks.begin(session, update, None, digest, ledger, self.least)
+            return masks.begin(session, update, None, digest, ledger, self.min_sites)
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
         state.check_start(round, digest)
         state.keep_known(accepted, round, digest.known)
-        delta = gather_slices(update.delta, broadcast.up) if self.terms.sends_model else None
-        return masks.begin(session, update, delta, digest, ledger, self.least)
+        delta = gather_slices(update.delta, broadcast.up) if self.wire_context.sends_model else None
+        return masks.begin(session, update, delta, digest, ledger, self.min_sites)
 
     def _noisy(
         self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: DataLedger
@@ -241,10 +241,10 @@ class SiteTrainer:
     def _check_weight(self, request: Frame, update: Update) -> None:
         """Validate the weight and budget from the server, because unusual ones could reveal one site's update in a sum."""
         budget = {name for name in ("counted", "local_epochs") if name in request.config}
-        counted = read_integer(request.config, "counted") if "counted" in budget else update.examples
-        good = self.data.examples <= counted <= update.examples and (not budget or bool(self.method.data))
+        counted = read_integer(request.config, "counted") if "counted" in budget else update.num_samples
+        good = self.data.num_samples <= counted <= update.num_samples and (not budget or bool(self.method.data))
         uniform = resolve_weighting(self.config, self.method) == "uniform"
-        if not good or update.weight != (1 if uniform else self.data.examples):
+        if not good or update.weight != (1 if uniform else self.data.num_samples):
             raise InvalidMessageError(
                 f"the weight {update.weight:g} or the budget differs from that of the experiment and {self.site.name}"
             )
@@ -269,10 +269,10 @@ class SiteTrainer:
                 f"round {done + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"
             )
 
-    def _cast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
+    def _read_broadcast(self, request: Frame, state: SiteState, training: bool = False) -> Broadcast:
         accepted = read_accepted(request)
         state.check_round(read_integer(request.config, "round"), training)
-        broadcast = decode_broadcast(request, self.terms, state.after(accepted, forget=training))
+        broadcast = decode_broadcast(request, self.wire_context, state.after(accepted, forget=training))
         if broadcast.client != self.site.client:
             raise InvalidMessageError(
                 f"it is for client {broadcast.client}, but this site is client {self.site.client}"
@@ -293,17 +293,19 @@ class SiteTrainer:
                 "metrics on held-out samples have no noise, and the experiment needs it at the sites"
             )
         self._check_agreed_round(request)
-        broadcast = self._cast(request, state)
+        broadcast = self._read_broadcast(request, state)
         masked = self.config.secure_aggregation == "required"
         most = 1 + (ledger.num_opened() if masked else self.config.rounds)
         state.check_evaluation(broadcast.round, request_digest(request), most)
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b
-        figures: dict[str, float] = {}
-        score = self.evaluator.one(*serving_model(self.method, self.spec, mode, stays, v, b, own=False), self.data)
-        figures["accuracy"], figures["loss"] = score.accuracy, score.loss
+        metrics: dict[str, float] = {}
+        score = self.evaluator.evaluate_client(
+            *serving_model(self.method, self.spec, mode, stays, v, b, personal=False), self.data
+        )
+        metrics["accuracy"], metrics["loss"] = score.accuracy, score.loss
         if request.config.get("own") is True:
-            own_model = serving_model(self.method, self.spec, mode, stays, v, b, own=True)
+            own_model = serving_model(self.method, self.spec, mode, stays, v, b, personal=True)
             if personal_models.has_fine_tuning(self.method):
                 slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
@@ -312,6 +314,6 @@ class SiteTrainer:
                 with device_modes(self.device, self.config.precision):
                     update = self._trainer_for(request, received).train(local)
                 own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
-            own = self.evaluator.one(*own_model, self.data)
-            figures["own_accuracy"], figures["own_loss"] = own.accuracy, own.loss
-        return Frame("scores", {"client": self.site.client}, figures)
+            own = self.evaluator.evaluate_client(*own_model, self.data)
+            metrics["own_accuracy"], metrics["own_loss"] = own.accuracy, own.loss
+        return Frame("scores", {"client": self.site.client}, metrics)

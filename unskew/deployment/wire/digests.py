@@ -28,19 +28,19 @@ class BroadcastDigest:
         signed: Digest of all that a site computes with, which must be equal for all sites of a masked sum.
         model: Digest of the model and of the tensors of rules from which the site trains.
         known: Digest of each part of these tensors as last received, by part, for methods that exchange only slices.
-        own: Digest of what may differ between the sites of a sum: weight, budget and the state that the site continues from.
+        individual: Digest of what may differ between the sites of a sum: weight, budget and the state at the start.
         start: Digest of the model, of these, and of the slices that were sent.
     """
 
     signed: str
     model: str
     known: dict[str, str]
-    own: str = ""
+    individual: str = ""
     start: str = ""
 
 
 def broadcast_digest(
-    frame: Frame, terms: WireContext, known: Mapping[str, str], received: str, state: str = ""
+    frame: Frame, wire_context: WireContext, known: Mapping[str, str], received: str, state: str = ""
 ) -> BroadcastDigest:
     """Return the digests of a broadcast.
 
@@ -50,7 +50,7 @@ def broadcast_digest(
 
     Args:
         frame: Message that was received.
-        terms: Wire context.
+        wire_context: Wire context.
         known: Parts that the site received until the round whose state it continues from.
         received: Digest of the data that the site received before the first round.
         state: Digest of the state that the site continues from.
@@ -59,11 +59,11 @@ def broadcast_digest(
         InvalidMessageError: If the slices are invalid, or overlap others that the site received before. Then the order in
             which it received them would determine its model, but not the digest.
     """
-    sliced = terms.method.sync is not None
+    sliced = wire_context.method.sync is not None
     complete, parts = {}, {**known}
     for name, blob in frame.arrays.items():
         if sliced and (name.startswith("model/") or SLICED in name):
-            parts |= _part_digests(name, blob, frame, terms)
+            parts |= _part_digests(name, blob, frame, wire_context)
         else:
             complete[name] = blob.digest()
     cuts = sorted((name, int(start), int(end)) for name, start, end in (key.rsplit(":", 2) for key in parts))
@@ -77,14 +77,14 @@ def broadcast_digest(
     return BroadcastDigest(_text_digest([settings, model, received]), model, parts, weights, start)
 
 
-def _part_digests(name: str, blob: Blob, frame: Frame, terms: WireContext) -> dict[str, str]:
+def _part_digests(name: str, blob: Blob, frame: Frame, wire_context: WireContext) -> dict[str, str]:
     """Return the digest of each parameter, or each normalization buffer, among the slices in one array."""
-    down, up = (parse_slices(frame.config.get(n), terms.spec.size) for n in ("down", "up"))
-    slices, sizes = down, terms.spec.sizes
+    down, up = (parse_slices(frame.config.get(n), wire_context.spec.size) for n in ("down", "up"))
+    slices, sizes = down, wire_context.spec.sizes
     if name == "model/b":
-        slices, sizes = mask_slices(terms.received(down, frame.kind)), terms.spec.buffer_sizes
+        slices, sizes = mask_slices(wire_context.received(down, frame.kind)), wire_context.spec.buffer_sizes
     elif name == "model/base":
-        slices = terms.base(down, up)
+        slices = wire_context.base(down, up)
     total = sum(sizes)
     sent = parameter_spans(sizes, (slice(0, total),) if slices is None else slices)
     item = SIZES.get(blob.dtype, 1)
@@ -128,4 +128,4 @@ def request_digest(frame: Frame) -> str:
     """Return a digest of a message without ``attempt``, which is equal for repeated messages."""
     config = {name: value for name, value in frame.config.items() if name != "attempt"}
     arrays = [[name, blob.digest()] for name, blob in sorted(frame.arrays.items())]
-    return _text_digest([frame.kind, config, frame.figures, arrays])
+    return _text_digest([frame.kind, config, frame.metrics, arrays])

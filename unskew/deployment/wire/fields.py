@@ -49,18 +49,18 @@ def read_number(config: dict[str, Any], name: str, lowest: float, highest: float
     return float(value)
 
 
-def read_metric(figures: dict[str, float], name: str) -> float:
+def read_metric(metrics: dict[str, float], name: str) -> float:
     """Return a metric of a message; NaN if it was not finite and therefore not sent, as in a training that diverged.
 
     Args:
-        figures: Metrics of a message.
+        metrics: Metrics of a message.
         name: Name of the metric.
 
     Raises:
         InvalidMessageError: If it is out of range.
     """
-    missing = not math.isfinite(figures.get(name, math.nan))
-    return math.nan if missing else read_number(figures, name, -LARGEST_METRIC, LARGEST_METRIC)
+    missing = not math.isfinite(metrics.get(name, math.nan))
+    return math.nan if missing else read_number(metrics, name, -LARGEST_METRIC, LARGEST_METRIC)
 
 
 def read_text(config: dict[str, Any], name: str) -> str:

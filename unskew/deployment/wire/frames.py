@@ -73,13 +73,13 @@ class Frame:
     Attributes:
         kind: Kind of the request or reply.
         config: Strings, finite numbers, booleans, or lists of one of them.
-        figures: Metrics.
+        metrics: Metrics.
         arrays: Arrays by ``record/name``.
     """
 
     kind: str
     config: dict[str, Any] = field(default_factory=dict)
-    figures: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     arrays: dict[str, Blob] = field(default_factory=dict)
 
     @property
@@ -117,9 +117,9 @@ class EncodedFrame:
             about = parse_json(self.header)
         except ValueError as error:
             raise FrameError("The header is not valid JSON, or contains a number that is too large.") from error
-        if not isinstance(about, dict) or about.keys() != {"kind", "config", "figures", "arrays"}:
+        if not isinstance(about, dict) or about.keys() != {"kind", "config", "metrics", "arrays"}:
             raise FrameError("The header does not have exactly the fields of a message.")
-        _check_fields(about["kind"], about["config"], about["figures"])
+        _check_fields(about["kind"], about["config"], about["metrics"])
         listed = about["arrays"]
         if not isinstance(listed, list) or not all(isinstance(entry, list) and len(entry) == 4 for entry in listed):
             raise FrameError("The header does not list arrays with name, dtype, shape and size.")
@@ -131,14 +131,14 @@ class EncodedFrame:
             start += size
         if start != len(self.body) or len(arrays) < len(listed):
             raise FrameError(f"The message has {len(self.body)} bytes of arrays instead of {start}, or an array twice.")
-        return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["figures"].items()}, arrays)
+        return Frame(about["kind"], about["config"], {n: float(x) for n, x in about["metrics"].items()}, arrays)
 
 
 def encode_header(frame: Frame) -> bytes:
     """Encode the header of a message, without metrics that are not finite; the bytes of the arrays follow it in order."""
     listed = [[name, blob.dtype, list(blob.shape), len(blob.data)] for name, blob in frame.arrays.items()]
-    figures = {name: value for name, value in frame.figures.items() if math.isfinite(value)}
-    return json.dumps({"kind": frame.kind, "config": frame.config, "figures": figures, "arrays": listed}).encode()
+    metrics = {name: value for name, value in frame.metrics.items() if math.isfinite(value)}
+    return json.dumps({"kind": frame.kind, "config": frame.config, "metrics": metrics, "arrays": listed}).encode()
 
 
 def send(to: socket.socket, message: Frame | EncodedFrame) -> None:
@@ -198,17 +198,17 @@ def receive_encoded(of: socket.socket, largest: int = LARGEST, seconds: float | 
     return EncodedFrame(header, body)
 
 
-def _check_fields(kind: object, config: object, figures: object) -> None:
+def _check_fields(kind: object, config: object, metrics: object) -> None:
     """Validate the fields of a message except its arrays: their types and lengths, and that numbers are finite."""
-    if not _is_name(kind) or not isinstance(config, dict) or not isinstance(figures, dict):
+    if not _is_name(kind) or not isinstance(config, dict) or not isinstance(metrics, dict):
         raise FrameError("The message has no valid kind, fields or metrics.")
-    if len(config) + len(figures) > MOST or not all(map(_is_name, (*config, *figures))):
+    if len(config) + len(metrics) > MOST or not all(map(_is_name, (*config, *metrics))):
         raise FrameError("The message has too many fields, or one with an invalid name.")
     for name, value in config.items():
         values = value if isinstance(value, list) else [value]
         if len(values) > LONGEST_LIST or not all(map(_is_value, values)):
             raise FrameError(f"The field {name} of the message has an invalid value.")
-    for name, value in figures.items():
+    for name, value in metrics.items():
         if isinstance(value, bool | str) or not _is_value(value):
             raise FrameError(f"The metric {name} of the message is not a finite number.")
 

@@ -51,12 +51,12 @@ class _TaskGroup:
     """Clients that are trained together.
 
     Attributes:
-        places: Indices of the clients in the cohort.
+        positions: Indices of the clients in the cohort.
         failed: Number of failed attempts.
         answer: Reference to the updates, or to the error.
     """
 
-    places: list[int]
+    positions: list[int]
     failed: int = 0
     answer: Any = None
 
@@ -98,7 +98,7 @@ class RayEngine:
         self.most, self.ended = workers, Event()
         if self.where.address != "local":
             Thread(target=watch_head, args=(head_address(ray), setup.warn, self.ended), daemon=True).start()
-        self.places()
+        self.num_workers()
         self.task = ray.remote(train_group).options(
             num_cpus=self.where.cpus_per_worker,
             num_gpus=self.where.gpus_per_worker,
@@ -139,7 +139,7 @@ class RayEngine:
             federation = replace(federation, clients=DescribedClients(len(federation.clients), source[0], source[1]))
         return replace(federation, test=(federation.test[0][:1], federation.test[1][:1]), server=None)
 
-    def places(self) -> int:
+    def num_workers(self) -> int:
         """Number of concurrent tasks; it changes with the size of the cluster.
 
         Raises:
@@ -175,35 +175,35 @@ class RayEngine:
         waiting = deque(self._parts(broadcasts, window))
         flying: dict[Any, _TaskGroup] = {}
         fetched: dict[int, Update] = {}
-        begun, ahead = 0, AHEAD * self.places()
+        begun, ahead = 0, AHEAD * self.num_workers()
 
         def begin(part: _TaskGroup) -> None:
             # In lists, because Ray resolves references that are arguments themselves for every single task.
-            own = [packed[index] for index in part.places]
+            own = [packed[index] for index in part.positions]
             ok, part.answer = self.task.remote(self.run, [self.everything], [common], own)
             flying[ok] = part
 
         def receive(needed: int) -> Iterator[tuple[int, _TaskGroup]]:
             nonlocal begun
             while waiting and len(flying) < ahead and begun - needed < 2 * window:
-                begun += len(waiting[0].places)
+                begun += len(waiting[0].positions)
                 begin(waiting.popleft())
             for ready in self._wait(list(flying)):
                 part = flying.pop(ready)
                 if self._succeeded(ready, part):
-                    yield from zip(part.places, repeat(part))
+                    yield from zip(part.positions, repeat(part))
                 else:
                     begin(part)
 
         for index, part in enumerate(in_order(len(broadcasts), receive)):
             if index not in fetched:
-                fetched.update(zip(part.places, self._receive(part), strict=True))
+                fetched.update(zip(part.positions, self._receive(part), strict=True))
             yield fetched.pop(index)
 
     def _window(self) -> int:
         """Return the number of clients of a cohort that are scheduled together, largest first."""
         spec = self.setup.spec
-        fewest = AHEAD * self.places() * self.clients_per_group
+        fewest = AHEAD * self.num_workers() * self.clients_per_group
         return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
 
     def _of_a_task(self, cohort: int) -> int:
@@ -212,7 +212,7 @@ class RayEngine:
             return self.clients_per_group
         spec = self.setup.spec
         room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
-        return max(1, min(cohort // (TASKS * self.places()), room))
+        return max(1, min(cohort // (TASKS * self.num_workers()), room))
 
     def _parts(self, broadcasts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
         """Return the groups of a cohort in the order in which they are started."""
@@ -260,7 +260,7 @@ class RayEngine:
         """Return the updates of a group as copies, so that they can be removed from the store."""
         self._wait([part.answer])
         updates, lost = self._get(part.answer)
-        self.setup.retried(lost * len(part.places))
+        self.setup.retried(lost * len(part.positions))
         return [update_from_dict(Update, copy_record(update, self.setup.device)) for update in updates]
 
     def _put(self, value: Any) -> Any:

@@ -189,11 +189,13 @@ def versions() -> dict[str, str]:
     return {"unskew": __version__, "torch": torch.__version__}
 
 
-def check_versions(theirs: dict[str, str]) -> None:
+def check_versions(cluster_versions: dict[str, str]) -> None:
     """Validate that the cluster has the versions of this machine (raises ``EngineError`` otherwise)."""
     installed = versions()
-    if theirs != installed:
-        there, here = (" and ".join(f"{name} {version}" for name, version in of.items()) for of in (theirs, installed))
+    if cluster_versions != installed:
+        there, here = (
+            " and ".join(f"{name} {version}" for name, version in of.items()) for of in (cluster_versions, installed)
+        )
         raise EngineError(
             f"The cluster has {there}, this machine has {here}, so results would differ. Install the same versions."
         )

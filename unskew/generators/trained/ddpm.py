@@ -176,7 +176,7 @@ class DDPMGenerator:
         optimizer = torch.optim.AdamW(self.net.parameters(), lr=options.lr)
         trained = TrainingState({"net": self.net, "average": self.average.module}, {"adamw": optimizer})
         self.net.train()
-        common: dict[str, Any] = {"examples": len(y), "epochs": options.epochs, "batch": options.batch}
+        common: dict[str, Any] = {"num_samples": len(y), "epochs": options.epochs, "batch": options.batch}
         if job.privacy is None:
 
             def step(index: Tensor, _: int) -> Tensor:

@@ -7,7 +7,7 @@ Each gradient is clipped to the norm ``C``, and Gaussian noise with standard dev
     g = ( sum_i g_i min(1, C / ||g_i||) + N(0, sigma^2 C^2 I) ) / (q n)
 
 An epoch has ``S = ceil(n / batch)`` steps and ``q = 1/S``. A step with an empty batch also adds noise and counts. The
-guarantee is for one example of a client, added or removed. It does not cover the number of generated images per class, which
+guarantee is for one sample of a client, added or removed. It does not cover the number of generated images per class, which
 follows the client's data.
 
 Batches and noise are drawn from a secret key. The seed of the other draws, which depend on the position of a sample in its
@@ -73,17 +73,17 @@ class PrivacyOptions:
             f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
         )
 
-    def check_delta(self, examples: int, warn: Callable[[str], None]) -> None:
+    def check_delta(self, num_samples: int, warn: Callable[[str], None]) -> None:
         """Warn if ``delta`` is so large that a generator could reveal whole samples.
 
         Args:
-            examples: Number of training samples of the generator.
+            num_samples: Number of training samples of the generator.
             warn: Called with the warning.
         """
-        if self.delta * examples >= 1:
+        if self.delta * num_samples >= 1:
             warn(
-                f"delta={self.delta:g} is too large for generators of up to {examples} samples: it would allow revealing "
-                f"each sample with this probability. Use delta well below {1 / examples:.2g}."
+                f"delta={self.delta:g} is too large for generators of up to {num_samples} samples: it would allow revealing "
+                f"each sample with this probability. Use delta well below {1 / num_samples:.2g}."
             )
 
 
@@ -207,7 +207,7 @@ class PrivateTraining:
         optimizer: Optimizer of its parameters.
         seed: Random seed of the generator.
         secret: Secret key of batches and noise, int64 ``[2]``; None draws them from the seed, without a guarantee.
-        examples: Number of samples.
+        num_samples: Number of samples.
         epochs: Number of epochs.
         batch: Expected batch size.
 
@@ -222,7 +222,7 @@ class PrivateTraining:
         optimizer: torch.optim.Optimizer,
         seed: int,
         secret: Tensor | None,
-        examples: int,
+        num_samples: int,
         epochs: int,
         batch: int,
     ):
@@ -230,8 +230,8 @@ class PrivateTraining:
         check_module(module)
         self.privacy = privacy
         self.seed, self.secret = seed, secret
-        self.examples = examples
-        self.per_epoch = math.ceil(examples / batch)
+        self.num_samples = num_samples
+        self.per_epoch = math.ceil(num_samples / batch)
         self.q = 1 / self.per_epoch
         self.total = epochs * self.per_epoch
         self.sigma = noise_multiplier(privacy, self.q, self.total)
@@ -248,7 +248,7 @@ class PrivateTraining:
             optimizer,
             noise_multiplier=self.sigma,
             max_grad_norm=privacy.clip,
-            expected_batch_size=max(1, round(self.q * examples)),
+            expected_batch_size=max(1, round(self.q * num_samples)),
             generator=self.noise,
         )
 
@@ -279,10 +279,10 @@ class PrivateTraining:
         count = max(0, min(self.per_epoch, self.allowed - epoch * self.per_epoch))
         if self.secret is None:
             draws = generator(self.seed, "generator epoch", epoch)
-            uniform = [torch.rand(self.examples, generator=draws, dtype=torch.float64) for _ in range(count)]
+            uniform = [torch.rand(self.num_samples, generator=draws, dtype=torch.float64) for _ in range(count)]
         else:
             first = epoch * self.per_epoch
-            uniform = [secret_uniform(self.secret, 2 * (first + k), self.examples) for k in range(count)]
+            uniform = [secret_uniform(self.secret, 2 * (first + k), self.num_samples) for k in range(count)]
         return [torch.nonzero(numbers < self.q).flatten() for numbers in uniform]
 
     def step(self, index: Tensor, number: int, loss_of: Callable[[Tensor], Tensor]) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from unskew.checked_tensors import encode_checked, load_checked
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
-from unskew.generators.base import Figures, GeneratorJob
+from unskew.generators.base import GeneratorJob, Progress
 from unskew.seeding import derive, generator
 
 SECONDS = 30.0
@@ -102,7 +102,7 @@ def train(
     job: GeneratorJob,
     trained: TrainingState,
     step: Step,
-    examples: int,
+    num_samples: int,
     epochs: int,
     batch: int,
     averages: Sequence[ExponentialAverage] = (),
@@ -115,7 +115,7 @@ def train(
         job: Configuration of the generator.
         trained: State that the steps change.
         step: Function that takes a step.
-        examples: Number of samples.
+        num_samples: Number of samples.
         epochs: Number of epochs.
         batch: Batch size; the last batch of an epoch may be smaller.
         averages: Averages to update after every step.
@@ -131,7 +131,7 @@ def train(
     """
 
     def shuffled(epoch: int) -> list[Tensor]:
-        order = torch.randperm(examples, generator=generator(job.seed, "generator epoch", epoch))
+        order = torch.randperm(num_samples, generator=generator(job.seed, "generator epoch", epoch))
         return list(torch.split(order, batch))
 
     done, steps = _resume(job, trained)
@@ -153,10 +153,10 @@ def train(
             mean = float(total) / len(plan)
             if not mean < float("inf"):
                 raise DataError(f"The generator's loss is {mean} in epoch {epoch + 1}. Try a smaller learning rate.")
-            figures: Figures = {"epoch": epoch + 1, "epochs": epochs}
+            progress: Progress = {"epoch": epoch + 1, "epochs": epochs}
             # Private training does not report the loss: it depends on the samples, and the guarantee does not cover it.
-            figures |= {"loss": mean} if epsilon is None else {"epsilon": epsilon(steps)}
-            job.report(figures)
+            progress |= {"loss": mean} if epsilon is None else {"epsilon": epsilon(steps)}
+            job.report(progress)
             if job.folder is not None and epoch + 1 < epochs and time.monotonic() - saved >= SECONDS:
                 _save(job, trained, epoch + 1, steps)
                 saved = time.monotonic()

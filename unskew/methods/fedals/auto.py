@@ -33,7 +33,7 @@ from unskew.protocol.context import Context
 from unskew.protocol.rules import ClientRule, MetricSpec, Slices, SyncRule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 
-FIGURES = (
+PERIOD_METRICS = (
     MetricSpec("fedals_averaged", "layers averaged in the round, by depth"),
     MetricSpec("fedals_periods", "rounds between two averages of each layer"),
 )
@@ -160,7 +160,7 @@ def average_layers(which: Sequence[bool], periods: Sequence[int]) -> dict[str, A
     >>> average_layers([False, True], [10, 1])
     {'fedals_averaged': [2], 'fedals_periods': [10, 1]}
     """
-    layers, periods_now = (figure.name for figure in FIGURES)
+    layers, periods_now = (figure.name for figure in PERIOD_METRICS)
     return {layers: [number for number, was in enumerate(which, 1) if was], periods_now: list(periods)}
 
 

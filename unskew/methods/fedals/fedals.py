@@ -30,7 +30,7 @@ from pydantic import BeforeValidator, Field
 from pydantic.dataclasses import dataclass
 
 from unskew.errors import ConfigError, abbreviate
-from unskew.methods.fedals.auto import FIGURES, AutoPeriods, average_layers
+from unskew.methods.fedals.auto import PERIOD_METRICS, AutoPeriods, average_layers
 from unskew.models.layer_groups import layer_groups, parameter_slices, split_at_depth
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import MetricSpec, Rule, Slices, SyncRule, Tensors
@@ -76,7 +76,7 @@ class FedALS(SyncRule):
     # Periods from the paper, without 1 (FedAvg) and 100 (never reached in short runs).
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": one_of(5, 10, 25, 50)}
     needs = ("optimizer", "mean_model")
-    summary_metrics: ClassVar[tuple[MetricSpec, ...]] = FIGURES
+    summary_metrics: ClassVar[tuple[MetricSpec, ...]] = PERIOD_METRICS
 
     alpha: Period = 10
     split: Annotated[int, Field(ge=-1)] = -1

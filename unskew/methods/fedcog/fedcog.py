@@ -168,8 +168,8 @@ class FedCOG(ClientRule):
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's number of samples: total, per label ``[C]``, and with ``cooccurrence`` per pair ``[C, C]``."""
         counts = data.class_counts()
-        facts = {"counts": counts, "samples": counts.new_tensor(data.client.examples)}
-        return {**facts, "pairs": data.label_pairs()} if self.cooccurrence else facts
+        statistics = {"counts": counts, "samples": counts.new_tensor(data.client.num_samples)}
+        return {**statistics, "pairs": data.label_pairs()} if self.cooccurrence else statistics
 
     def begin(self, ctx: Context) -> Tensors:
         """Generate inputs ``x [N, ...]`` with the teacher's logits ``z [N, C]``, and compute the two coefficients."""
@@ -314,7 +314,7 @@ class FedCOG(ClientRule):
             return loss_fn
 
         def distilled(v: Tensor, batch: Batch) -> Tensor:
-            at = self.taken(ctx, batch.step, len(batch.x), carry)
+            at = self.step_indices(ctx, batch.step, len(batch.x), carry)
             if self.double:
                 at = at + torch.where(batch.step * 2 >= ctx.steps, self.n, 0)
             logits = ctx.model(v, carry["x"][at], False).logits
@@ -326,7 +326,7 @@ class FedCOG(ClientRule):
 
         return distilled
 
-    def taken(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
+    def step_indices(self, ctx: Context, step: Tensor, size: int, carry: Tensors) -> Tensor:
         """Return the indices of a step's ``size`` inputs; a cycle continues where the previous batch ended.
 
         Args:

@@ -67,7 +67,7 @@ class Anchor:
         weight: Weight of the client.
         share: Factor by which the fallback reduces the weight with the age.
         client: Client that sent the update.
-        born: Round in which the client received the model.
+        origin_round: Round in which the client received the model.
         c: Coefficient ``c_hat``; None until a search has used the anchor.
     """
 
@@ -75,7 +75,7 @@ class Anchor:
     weight: float
     share: float
     client: int
-    born: int
+    origin_round: int
     c: float | None
 
 
@@ -168,7 +168,7 @@ class Feddle(ServerRule):
         """Number of updates to collect before a step with ``trigger=buffer``, otherwise None."""
         return self.buffer_size if self.trigger == "buffer" else None
 
-    def init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize an empty atlas."""
         nothing = v.new_zeros(0)
         return {
@@ -192,16 +192,16 @@ class Feddle(ServerRule):
         atlas = unpack_anchors(state)
         now = {**state, "b": updates.b_global}
         for update in updates:
-            share = (1 + update.arrived - update.born) ** -self.a
+            share = (1 + update.arrived - update.origin_round) ** -self.a
             a = update.delta.to(state["anchors"].dtype)
-            atlas.append(Anchor(a, update.weight, share, update.client, update.born, None))
+            atlas.append(Anchor(a, update.weight, share, update.client, update.origin_round, None))
             self.evict(atlas, most)
         now = self.search(now, atlas, updates)
         self.evict(atlas, most)
         anchors = torch.stack([anchor.a for anchor in atlas])
-        rows = [[r.weight, r.share, r.client, r.born, r.c or 0.0, float(r.c is None)] for r in atlas]
+        rows = [[r.weight, r.share, r.client, r.origin_round, r.c or 0.0, float(r.c is None)] for r in atlas]
         now |= {"anchors": anchors, "numbers": torch.tensor(rows, dtype=torch.float64)}
-        if updates.aggregate.moved is None:
+        if updates.aggregate.buffer_change is None:
             del now["b"]  # buffers that are not sent, or are reset in each round, have no changes to add up
         return now
 
@@ -229,7 +229,7 @@ class Feddle(ServerRule):
         """
         at, v = updates.at_server, state["v"]
         assert at.data is not None
-        moved = updates.aggregate.moved
+        moved = updates.aggregate.buffer_change
         b = updates.aggregate.buffers if moved is None else state["b"] + moved
         A = torch.stack([anchor.a for anchor in atlas])
         lengths = norms(A, v.dtype)
@@ -306,6 +306,8 @@ class Feddle(ServerRule):
 def unpack_anchors(state: Tensors) -> list[Anchor]:
     """Return the atlas stored in a state, in order of arrival."""
     anchors = []
-    for a, (weight, share, client, born, c, fresh) in zip(state["anchors"], state["numbers"].tolist(), strict=True):
-        anchors.append(Anchor(a, weight, share, int(client), int(born), None if fresh else c))
+    for a, (weight, share, client, origin_round, c, fresh) in zip(
+        state["anchors"], state["numbers"].tolist(), strict=True
+    ):
+        anchors.append(Anchor(a, weight, share, int(client), int(origin_round), None if fresh else c))
     return anchors

@@ -192,7 +192,7 @@ def cosine(
         c: Coefficients, ``[n]``.
         key: Random key that selects samples.
     """
-    if at.witness is None:
+    if at.reference_samples is None:
         return None
     assert at.data is not None
     point = directions.at(v, c)
@@ -206,9 +206,9 @@ def cosine(
         return directions.slopes(total)
 
     def own(v: Tensor, batch: Batch) -> Tensor:
-        assert at.witness is not None
-        return at.witness.task.loss(at.model(v, batch.x).logits, batch.y)
+        assert at.reference_samples is not None
+        return at.reference_samples.task.loss(at.model(v, batch.x).logits, batch.y)
 
     h = gradient(surrogate(at, theta), at.data.x, at.data.y)
-    true = gradient(own, at.witness.x, at.witness.y)
+    true = gradient(own, at.reference_samples.x, at.reference_samples.y)
     return float(F.cosine_similarity(h, true, dim=0))

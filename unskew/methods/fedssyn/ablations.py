@@ -15,38 +15,38 @@ from unskew.protocol.rules import DataRule
 
 
 def only_own_images(
-    prepared: PreparedData, made: ClientPayloads, rule: DataRule, match_steps: bool | Literal["epochs"]
+    prepared: PreparedData, payloads: ClientPayloads, rule: DataRule, match_steps: bool | Literal["epochs"]
 ) -> PreparedData:
     """Let each client train on its own images; nothing is sent.
 
     Args:
         prepared: Data before the exchange.
-        made: Generated images of all clients.
+        payloads: Generated images of all clients.
         rule: Data rule of the method.
         match_steps: Local budget, see ``ServerPayload``.
     """
     nothing = {"x": prepared.federation.clients[0].x[:0], "y": prepared.federation.clients[0].y[:0]}
-    shares = {k: made.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
+    shares = {k: payloads.sent.get(k, nothing) for k in range(len(prepared.federation.clients))}
     dealt = ServerPayload(shares, match_steps=match_steps)
-    after = prepared.received(rule.name, replace(made, sent={}), dealt, rule.apply_payload)
+    after = prepared.received(rule.name, replace(payloads, sent={}), dealt, rule.apply_payload)
     return replace(after, traffic=prepared.traffic)
 
 
-def single_client_images(prepared: PreparedData, made: ClientPayloads) -> PreparedData:
+def single_client_images(prepared: PreparedData, payloads: ClientPayloads) -> PreparedData:
     """Replace the clients by a single one with all sent samples (all real, or all synthetic).
 
     Args:
         prepared: Data before the exchange.
-        made: Samples that each client sends.
+        payloads: Samples that each client sends.
     """
-    x = concatenate_inputs([sent["x"] for sent in made.sent.values()])
-    y = torch.cat([sent["y"] for sent in made.sent.values()]).to(torch.int64)
+    x = concatenate_inputs([sent["x"] for sent in payloads.sent.values()])
+    y = torch.cat([sent["y"] for sent in payloads.sent.values()]).to(torch.int64)
     clients = ArrayClients(x, y, np.array([0, len(y)]), np.array([len(y)]))
-    cost = ((k, (num_bytes(made.sent.get(k, {}).values()), 0)) for k in range(len(prepared.federation.clients)))
+    cost = ((k, (num_bytes(payloads.sent.get(k, {}).values()), 0)) for k in range(len(prepared.federation.clients)))
     return replace(
         prepared,
         federation=replace(prepared.federation, clients=clients),
-        about={**prepared.about, **made.about},
-        digest=made.digest or prepared.digest,
+        summary={**prepared.summary, **payloads.summary},
+        digest=payloads.digest or prepared.digest,
         traffic=(*prepared.traffic, *cost),
     )

@@ -192,7 +192,7 @@ class Fedssyn(DataRule):
             return single_client_images(prepared, ClientPayloads(real))
         if not self.sharing(prepared):
             return ClientPayloads()
-        images = self.made(prepared, seed, workspace)
+        images = self.synthetic_set(prepared, seed, workspace)
         if not len(images.y):
             raise DataError("fedssyn: keep selects no images of any client, so nothing is shared. Select more images.")
         y = smallest_integer_dtype(images.y, federation.classes)
@@ -211,7 +211,7 @@ class Fedssyn(DataRule):
         if sent and not (good and len(sent) == 2 and bool(((y >= 0) & (y < spec.classes)).all())):
             raise DataError("The images of fedssyn or their labels are invalid.")
 
-    def server_payload(self, sent: dict[int, Tensors], facts: FederationInfo, seed: int) -> ServerPayload:
+    def server_payload(self, sent: dict[int, Tensors], federation_info: FederationInfo, seed: int) -> ServerPayload:
         """Permute all images uniformly and split them into equal parts (up to one image), one per client."""
         if not sent:
             return ServerPayload()
@@ -220,7 +220,7 @@ class Fedssyn(DataRule):
             torch.cat([images["y"] for images in sent.values()]),
         )
         order = torch.randperm(len(y), generator=generator(seed, "synthetic shuffle"))
-        parts = torch.tensor_split(order, facts.clients)  # the first parts may have one image more
+        parts = torch.tensor_split(order, federation_info.clients)  # the first parts may have one image more
         shares = {k: {"x": take_rows(x, part), "y": y[part]} for k, part in enumerate(parts)}
         return ServerPayload(shares, match_steps=self.match_steps)
 
@@ -238,7 +238,7 @@ class Fedssyn(DataRule):
         refusing = refusing_clients(self.refuse, len(prepared.federation.clients))
         return [k for k in prepared.clients if k not in refusing]
 
-    def made(self, prepared: PreparedData, seed: int, workspace: Workspace) -> SyntheticSet:
+    def synthetic_set(self, prepared: PreparedData, seed: int, workspace: Workspace) -> SyntheticSet:
         """Generate or load the images of all clients, before shuffling.
 
         Args:
@@ -248,13 +248,13 @@ class Fedssyn(DataRule):
         """
         federation, sharing = prepared.federation, self.sharing(prepared)
         count = self.n_syn or prepared.mean_size
-        if workspace.given is not None:
-            images = synthetic.load(synthetic.find(workspace.given))
+        if workspace.existing is not None:
+            images = synthetic.load(synthetic.find(workspace.existing))
             check_fits(images, federation)
             self.check_asked(images.about["recipe"])
             if images.about["recipe"]["data"][1] != federation.fingerprint:
                 workspace.warn("The synthetic set was generated from other client data than those of this run.")
-            return logged_epsilons(images, synthetic.find(workspace.given))
+            return logged_epsilons(images, synthetic.find(workspace.existing))
         chosen, epochs = normalize_expression(self.generator, self.epochs)
         others = ";".join(str(k) for k in range(len(federation.clients)) if k != prepared.client)
         recipe = {
@@ -264,7 +264,7 @@ class Fedssyn(DataRule):
             "epochs": epochs,
             "refuse": self.refuse if prepared.client is None else others,
             "count": count,
-            "keep": self.kept,
+            "keep": self.keep_path,
             "privacy": None if self.privacy is None else asdict(self.privacy),
             "data": [federation.name, federation.fingerprint, list(federation.shape), federation.classes],
             "sizes": hashlib.sha256(federation.sizes.astype(np.int64).tobytes()).hexdigest()[:16],
@@ -288,7 +288,7 @@ class Fedssyn(DataRule):
         return images if where is None else logged_epsilons(images, where)
 
     @property
-    def kept(self) -> str | None:
+    def keep_path(self) -> str | None:
         """Import path of the function that selects shared images, or None."""
         keep = self.keep
         return keep if isinstance(keep, str | None) else f"{keep.__module__}:{getattr(keep, '__qualname__', keep)}"
@@ -303,7 +303,7 @@ class Fedssyn(DataRule):
             ConfigError: If an option has another value than the one used for the set.
         """
         names = ("rho", "n_syn", "refuse", "epsilon", "noise_multiplier", *PRIVATE_ONLY)
-        requested = {name: getattr(self, name) for name in names} | {"keep": self.kept}
+        requested = {name: getattr(self, name) for name in names} | {"keep": self.keep_path}
         requested["generator"], requested["epochs"] = normalize_expression(self.generator, self.epochs)
         known = {**recipe, "n_syn": recipe["count"], **(recipe["privacy"] or {})}
         known["generator"], known["epochs"] = normalize_expression(recipe["generator"], recipe["epochs"])

@@ -12,11 +12,11 @@ from unskew.generators.synthetic_dataset import SyntheticSet
 from unskew.generators.trained.dp_sgd import PrivacyOptions
 
 
-def check_fits(made: SyntheticSet, federation: Federation) -> None:
+def check_fits(synthetic_set: SyntheticSet, federation: Federation) -> None:
     """Validate that a given synthetic set fits the data.
 
     Args:
-        made: Generated images.
+        synthetic_set: Generated images.
         federation: Data of all clients.
 
     Raises:
@@ -24,8 +24,10 @@ def check_fits(made: SyntheticSet, federation: Federation) -> None:
     """
     here = {"classes": federation.classes, "shape": list(federation.shape), "clients": len(federation.clients)}
     for name, value in here.items():
-        if made.about.get(name) != value:
-            raise ConfigError(f"The synthetic set has {name}={made.about.get(name)}, but the data have {name}={value}.")
+        if synthetic_set.about.get(name) != value:
+            raise ConfigError(
+                f"The synthetic set has {name}={synthetic_set.about.get(name)}, but the data have {name}={value}."
+            )
 
 
 def set_metrics(about: dict[str, Any]) -> dict[str, object]:
@@ -41,14 +43,14 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     return summary
 
 
-def logged_epsilons(made: SyntheticSet, folder: Path) -> SyntheticSet:
+def logged_epsilons(synthetic_set: SyntheticSet, folder: Path) -> SyntheticSet:
     """Return the set with its folder in the metadata.
 
     Args:
-        made: Generated images.
+        synthetic_set: Generated images.
         folder: Folder that contains them.
     """
-    return replace(made, about={**made.about, "folder": str(folder)})
+    return replace(synthetic_set, about={**synthetic_set.about, "folder": str(folder)})
 
 
 def refusing_clients(refuse: str, clients: int | None = None) -> set[int]:

@@ -317,7 +317,7 @@ class CenteredClipping(RobustRule):
     tau: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 10.0
     steps: Annotated[int, Field(ge=1)] = 3
 
-    def server_init(self, v: Tensor, facts: FederationInfo) -> Tensors:
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the center to zero."""
         return {"center": torch.zeros_like(v)}
 

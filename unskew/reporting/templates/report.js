@@ -105,7 +105,7 @@
     }
 
     curves() {
-      const { figures, lines, target } = this.content.curves;
+      const { metric_titles: titles, lines, target } = this.content.curves;
       const figure = this.chosen("figure"), axis = this.chosen("axis"), log = this.find("log")?.checked;
       if (!figure) return;
       const chosen = Object.fromEntries(Object.entries(lines).map(([label, line]) => [label, line[figure]]));
@@ -114,12 +114,12 @@
       this.show("curves", traces, {
         uirevision: `${figure} ${axis} ${log}`, hovermode: axis === "round" ? "x" : "closest",
         xaxis: { title: { text: AXES[axis] }, type: log ? "log" : "linear", ...(log ? { dtick: 1 } : axis === "round" ? whole(traces) : {}), exponentformat: "none" },
-        yaxis: { title: { text: figures[figure] } },
+        yaxis: { title: { text: titles[figure] } },
         shapes: goal ? [{ type: "line", xref: "paper", x0: 0, x1: 1, y0: target, y1: target,
           line: { color: color("--soft"), width: 1, dash: "dash" } }] : [],
         annotations: goal ? [{ xref: "paper", x: 0, y: target, xanchor: "left", yanchor: "bottom", showarrow: false,
           text: `target ${+target.toPrecision(3)}${this.content.curves.unit}`, font: { color: color("--soft"), size: 12 } }] : [],
-      }, `${figures[figure]} against ${AXES[axis]}, a line per method; the tables give the same in numbers.`);
+      }, `${titles[figure]} against ${AXES[axis]}, a line per method; the tables give the same in numbers.`);
     }
 
     measured() {
