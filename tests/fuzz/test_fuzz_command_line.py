@@ -65,7 +65,7 @@ def unsent(monkeypatch):
     """No site is started, none is asked, no graph is traced and no library is written."""
     for place in (
         "deployment.server.run.run",
-        "deployment.site.process.serve_site",
+        "deployment.site.listener.serve_site",
         "deployment.site.check.check_site",
         "serving.export.write_model",
     ):

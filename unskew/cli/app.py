@@ -52,7 +52,7 @@ from unskew.cli.diagnose import diagnose
 from unskew.cli.doctor import doctor
 from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
-from unskew.cli.flags import EXAMPLES, PANELS, Sections
+from unskew.cli.flags import EXAMPLES, PANELS, DocumentedCommands, Sections, with_described_options
 from unskew.cli.init import init
 from unskew.cli.predict import predict
 from unskew.cli.privacy import privacy
@@ -61,36 +61,36 @@ from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
 from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, prepare_streams, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
-from unskew.filesystem import check_run, parse_path
+from unskew.filesystem import check_run
 
-app = typer.Typer(
+app = DocumentedCommands(
     help="Federated learning on skewed data: run, compare and resume composable methods.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.callback(invoke_without_command=True)(cli_info.version)
+app.callback(invoke_without_command=True)(with_described_options(cli_info.version))
 
 
 @app.command(cls=Sections)
 @given_on_command_line(*PANELS)
 def run(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
+    file: Annotated[Path | None, typer.Option("--config")] = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."
-        ),
-    ] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one model across clients with one method."""
+    """Train one model across clients with one method.
+
+    Options:
+        config: Configuration file; flags override it.
+        file: Configuration file.
+        out: Output folder (default: runs/DATA-METHOD-seedN).
+        again: Resume the run in --out.
+    """
     from unskew.config.loader import experiment
 
     values = config_values(config, context)
@@ -116,44 +116,29 @@ def run(
 @given_on_command_line(*PANELS, without=("method", "seed", "save_samples"))
 def compare(
     context: typer.Context,
-    methods: Annotated[
-        list[str],
-        typer.Argument(
-            help="Methods, such as fedprox+scaffold, and optionally a configuration file (.yaml); or only "
-            "configuration files, each with a method."
-        ),
-    ],
+    methods: list[str],
     seeds: Annotated[str, typer.Option("--seeds", help=f"Seeds: {SEEDS}")] = "0..2",
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
-    ] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
     parallel: Parallel = "1",
     references: References = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            "--budget",
-            metavar="MINUTES",
-            help="Start nothing if all runs are estimated to take longer.",
-        ),
-    ] = None,
-    leave_out: Annotated[
-        bool,
-        typer.Option(
-            "--leave-one-out",
-            help="Also train without each client in turn, or without each of those in --unseen, and evaluate on it.",
-        ),
-    ] = False,
+    budget: Annotated[float | None, typer.Option(metavar="MINUTES")] = None,
+    leave_out: Annotated[bool, typer.Option("--leave-one-out")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare methods on the same data, partition, cohorts and initial model per seed."""
+    """Compare methods on the same data, partition, cohorts and initial model per seed.
+
+    Options:
+        methods: Methods, such as fedprox+scaffold, and optionally a configuration file (.yaml); or only configuration
+            files, each with a method.
+        out: Output folder (default: runs/compare-DATA).
+        again: Resume the comparison in --out, reusing finished runs.
+        budget: Start nothing if all runs are estimated to take longer.
+        leave_out: Also train without each client in turn, or without each of those in --unseen, and evaluate on it.
+    """
     from unskew.config.loader import experiment
     from unskew.methods.registry import check_expression
 
@@ -255,7 +240,7 @@ def compare(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    folder: Path,
     rounds: Rounds = None,
     data_path: DataPath = None,
     engine: EngineName = None,
@@ -267,7 +252,11 @@ def resume(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Resume an interrupted run, or extend a finished run with --rounds; a deployed run needs its sites."""
+    """Resume an interrupted run, or extend a finished run with --rounds; a deployed run needs its sites.
+
+    Options:
+        folder: Run folder.
+    """
     check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.loader import set_field

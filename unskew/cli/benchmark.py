@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import AsJson, DataPath, Parallel, TrustCode, console_for, exit_on_signal, print_json
-from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -21,24 +20,31 @@ if TYPE_CHECKING:
 
 
 def benchmark(
-    suite: Annotated[str, typer.Argument(help="Name of a suite, or a YAML file.")] = "skew",
-    federations: Annotated[
-        list[str] | None, typer.Option("--federation", help="Run only this federation. Repeatable.")
-    ] = None,
-    methods: Annotated[list[str] | None, typer.Option("--method", help="Run only this method. Repeatable.")] = None,
+    suite: Annotated[str, typer.Argument()] = "skew",
+    federations: Annotated[list[str] | None, typer.Option("--federation")] = None,
+    methods: Annotated[list[str] | None, typer.Option("--method")] = None,
     data_path: DataPath = None,
-    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/benchmark"),
+    results: Path = Path("results/benchmark"),
     parallel: Parallel = "1",
-    listing: Annotated[
-        bool, typer.Option("--list", help="List the federations and methods, and missing files.")
-    ] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Only estimate the time.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Show the stored outcomes without running anything.")] = False,
-    pages: Annotated[Path | None, path_option("--pages", help="Folder for Markdown pages and heat maps.")] = None,
+    listing: Annotated[bool, typer.Option("--list")] = False,
+    estimate: bool = False,
+    show: bool = False,
+    pages: Path | None = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated."""
+    """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated.
+
+    Options:
+        suite: Name of a suite, or a YAML file.
+        federations: Run only this federation. Repeatable.
+        methods: Run only this method. Repeatable.
+        results: Folder of the outcomes.
+        listing: List the federations and methods, and missing files.
+        estimate: Only estimate the time.
+        show: Show the stored outcomes without running anything.
+        pages: Folder for Markdown pages and heat maps.
+    """
     from unskew.benchmark.pages import write_pages
     from unskew.benchmark.runner import SuiteRuns
     from unskew.benchmark.suite import load_suite

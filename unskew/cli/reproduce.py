@@ -21,7 +21,6 @@ from unskew.cli.common import (
     exit_on_signal,
     print_json,
 )
-from unskew.cli.flags import path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError, unknown_name
 
@@ -33,28 +32,37 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    preset: Annotated[str | None, typer.Argument(help="Preset, such as fedcog/table-3.")] = None,
-    scale: Annotated[str, typer.Option("--scale", help="smoke (minutes), cpu (hours) or paper.")] = "smoke",
-    listing: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", help="Seeds, such as 0,1,2; by default, those of the scale.")
-    ] = None,
-    rows: Annotated[list[str] | None, typer.Option("--row", help="Run only this row. Repeatable.")] = None,
-    columns: Annotated[list[str] | None, typer.Option("--column", help="Run only this column. Repeatable.")] = None,
+    preset: Annotated[str | None, typer.Argument()] = None,
+    scale: str = "smoke",
+    listing: Annotated[bool, typer.Option("--list")] = False,
+    seeds: str | None = None,
+    rows: Annotated[list[str] | None, typer.Option("--row")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column")] = None,
     data_path: DataPath = None,
     server_data_path: ServerDataPath = None,
     engine: EngineName = None,
     device: Device = None,
-    runs: Annotated[Path, path_option("--runs", help="Folder for run folders.")] = Path("runs/reproduce"),
-    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/runs"),
+    runs: Path = Path("runs/reproduce"),
+    results: Path = Path("results/runs"),
     parallel: Parallel = "1",
-    show: Annotated[
-        bool, typer.Option("--show", help="Show the table of existing outcomes without running anything.")
-    ] = False,
-    plot: Annotated[Path | None, path_option("--plot", help="Write a plot of the table to this image file.")] = None,
+    show: bool = False,
+    plot: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run or resume a table of a paper, and print the paper's numbers next to ours."""
+    """Run or resume a table of a paper, and print the paper's numbers next to ours.
+
+    Options:
+        preset: Preset, such as fedcog/table-3.
+        scale: smoke (minutes), cpu (hours) or paper.
+        listing: List the presets.
+        seeds: Seeds, such as 0,1,2; by default, those of the scale.
+        rows: Run only this row. Repeatable.
+        columns: Run only this column. Repeatable.
+        runs: Folder for run folders.
+        results: Folder of the outcomes.
+        show: Show the table of existing outcomes without running anything.
+        plot: Write a plot of the table to this image file.
+    """
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.expressions import parse_seed_list
