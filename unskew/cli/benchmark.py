@@ -122,19 +122,19 @@ def _list(
     runs: SuiteRuns, missing: dict[str, str], stored: dict[Unit, dict[str, object]], console: Console, as_json: bool
 ) -> None:
     """Print the federations of a suite, with their finished units and missing files."""
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     suite, units = runs.suite, runs.units()
     if as_json:
         names = [federation.model_dump() for federation in runs.federations.values()]
         print_json({"suite": suite.model_dump() | {"federations": names}, "missing": missing})
         return
-    table = ReflowTable("federation", "title", "finished", "missing file", title=suite.title)
+    rows = []
     for name, federation in runs.federations.items():
         own = [unit for unit in units if unit.federation == name]
         done = sum(unit in stored for unit in own)
-        table.add_row(name, federation.title, f"{done} of {len(own)}", missing.get(name, ""))
-    console.print(table)
+        rows.append((name, federation.title, f"{done} of {len(own)}", missing.get(name, "")))
+    console.print(table_of(("federation", "title", "finished", "missing file"), rows, suite.title))
     console.print(f"Methods: {', '.join(suite.methods)}; references: {', '.join(suite.references)}.", soft_wrap=True)
 
 
@@ -143,7 +143,7 @@ def _show(runs: SuiteRuns, federations: set[str], console: Console) -> None:
     from unskew.benchmark.pages import KINDS, VIEWS
     from unskew.benchmark.results import read_results
     from unskew.benchmark.tables import federation_table, overview_table, ranks_note, tuning_table
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     results = [own for own in read_results(runs) if not federations or own.federation.name in federations]
     if not results:
@@ -151,10 +151,8 @@ def _show(runs: SuiteRuns, federations: set[str], console: Console) -> None:
         return
 
     def put(title: str, header: list[str], rows: list[list[str]]) -> None:
-        table = ReflowTable(*header, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*(cell.replace("`", "").replace("**", "") for cell in row))
-        console.print(table)
+        plain = ([cell.replace("`", "").replace("**", "") for cell in row] for row in rows)
+        console.print(table_of(header, plain, title))
 
     if federations:
         for own in results:

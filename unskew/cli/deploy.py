@@ -82,20 +82,18 @@ def check(
     """
     from dataclasses import asdict
 
-    from rich.table import Table
     from rich.text import Text
 
+    from unskew.cli.fit_table import table_of
     from unskew.deployment.site.check import check_site as findings_of
 
     findings = list(findings_of(file))
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("check", "", "result", title=f"{file}")
         words = {True: "ok", False: "WRONG", None: ""}
-        for finding in findings:
-            table.add_row(finding.what, words[finding.ok], Text(finding.text))
-        console_for().print(table)
+        rows = [(finding.what, words[finding.ok], Text(finding.text)) for finding in findings]
+        console_for().print(table_of(("check", "", "result"), rows, f"{file}"))
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(2)
 

@@ -63,7 +63,7 @@ def reproduce(
         show: Show the table of existing outcomes without running anything.
         plot: Write a plot of the table to this image file.
     """
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.expressions import parse_seed_list
     from unskew.reproduction import tables as report
@@ -83,10 +83,8 @@ def reproduce(
                 [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
             )
             return
-        overview = ReflowTable("preset", "title", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
-        for p in presets:
-            overview.add_row(p.name, p.title, p.where)
-        console.print(overview)
+        title = "unskew reproduce PRESET --scale " + "|".join(SCALES)
+        console.print(table_of(("preset", "title", "where"), [(p.name, p.title, p.where) for p in presets], title))
         return
     if preset in study_names():
         if columns or any(option is not None for option in (engine, device, server_data_path)):
@@ -204,7 +202,7 @@ def _print(
     console: Console, preset: Preset | StudyPreset, scale: str, settings: str, tables: list[Line], done: bool
 ) -> None:
     """Print the title, settings and tables of a preset."""
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:
@@ -212,9 +210,6 @@ def _print(
     if settings:
         console.print(settings, style="yellow", soft_wrap=True, highlight=False)
     for title, header, lines in tables:
-        table = ReflowTable(*header, title=title, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        console.print(table_of(header, lines, title))
     if not done:
         console.print("There are no outcomes yet.")
