@@ -283,25 +283,23 @@ def resume(
     show(result, folder, console, as_json)
 
 
-app.command()(cli_info.methods)
-app.command()(cli_info.models)
-app.command(cls=Sections)(cli_info.partition)
-app.command()(init)
-app.command(cls=Sections)(diagnose)
-app.command()(demo)
-app.command()(doctor)
-app.command()(evaluate)
-app.command()(export)
-app.command()(predict)
-app.command()(privacy)
-app.command()(benchmark)
-app.command("audit-privacy")(audit_privacy)
-app.command()(report)
-app.command()(reproduce)
-app.command(cls=Sections)(tune)
+INFORM = (
+    cli_info.methods,
+    cli_info.models,
+    cli_info.partition,
+    init,
+    diagnose,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    predict,
+)
+for function in (*INFORM, privacy, benchmark, audit_privacy, report, reproduce, tune):
+    app.command(cls=Sections if function in (cli_info.partition, diagnose, tune) else None)(function)
 for command in app.registered_commands:
-    name = command.name or command.callback.__name__  # type: ignore[union-attr]
-    command.epilog = f"Example: {EXAMPLES[name]}"
+    name = command.callback.__name__  # type: ignore[union-attr]
+    command.epilog = f"Example: {EXAMPLES[name.replace('_', '-')]}"
 app.add_typer(deploy, name="deploy")
 
 
