@@ -40,6 +40,7 @@ from unskew.cli.common import (
     is_config_file,
     parse_seeds,
     print_json,
+    repeat_command,
     resume_command,
     set_default_model,
     shorten_name,
@@ -188,8 +189,8 @@ def compare(
     folder = out or unused_path(Path("runs") / f"compare-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
-    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if again else ["--resume"]))
+    with exit_on_signal(folder, go_on), make_progress(console) as progress:
         outcome = (leave_one_out if leave_out else compare_methods)(
             methods=methods,
             seeds=which,

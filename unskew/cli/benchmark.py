@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, DataPath, Parallel, TrustCode, console_for, exit_on_signal, print_json
+from unskew.cli.common import (
+    AsJson,
+    DataPath,
+    Parallel,
+    TrustCode,
+    console_for,
+    exit_on_signal,
+    print_json,
+    repeat_command,
+)
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -108,7 +115,7 @@ def _run(runs: SuiteRuns, todo: list[Unit], at_once: int | str, results: Path, c
     from unskew.cli.progress import make_progress
 
     failures = {}
-    with exit_on_signal(results, shlex.join(["unskew", *sys.argv[1:]])), make_progress(console) as progress:
+    with exit_on_signal(results, repeat_command()), make_progress(console) as progress:
         progress.start()
         task = progress.add_task(runs.suite.name, total=len(todo), accuracy="")
         for unit, failure in runs.carry_out(todo, at_once):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +18,7 @@ from unskew.cli.common import (
     console_for,
     exit_on_signal,
     print_json,
+    repeat_command,
 )
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError, unknown_name
@@ -103,8 +102,7 @@ def reproduce(
         for name in wanted or ():
             if name not in available:
                 raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(available)}.")
-    again = shlex.join(["unskew", *sys.argv[1:]])
-    with exit_on_signal(runs, again), make_progress(console) as progress:
+    with exit_on_signal(runs, repeat_command()), make_progress(console) as progress:
 
         def follow(title: str, common: bool) -> list[ProgressLine]:
             return [ProgressLine(progress, title, warnings=not common, named=True)]
@@ -178,8 +176,7 @@ def _study(
         missing = runs.settle()
         if missing:
             console.print(f"{missing} This scale uses {runs.settings['data']} instead.", style="yellow", soft_wrap=True)
-        again = shlex.join(["unskew", *sys.argv[1:]])
-        with exit_on_signal(results, again), make_progress(console) as progress:
+        with exit_on_signal(results, repeat_command()), make_progress(console) as progress:
             progress.start()
             task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
             for _ in runs.carry_out(which, parallel):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,6 +23,7 @@ from unskew.cli.common import (
     is_config_file,
     parse_seeds,
     print_json,
+    repeat_command,
     shorten_name,
     unused_path,
 )
@@ -85,8 +84,8 @@ def tune(
     folder = out or unused_path(Path("runs") / f"tune-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
-    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if again else ["--resume"]))
+    with exit_on_signal(folder, go_on), make_progress(console) as progress:
 
         def follow(title: str) -> list[Callback]:
             trial = ", trial " in title
