@@ -198,12 +198,11 @@ def measure_all(device: torch.device, quick: bool) -> list[tuple[str, ...]]:
         table.measure("vectorized", name, rounds, device, setting, cohort)
         for spelling in ("scaffold", "fedprox"):
             table.measure(f"vectorized, {spelling}", name, rounds, device, setting, cohort, spelling=spelling)
-        for form in ("channels_last", "unfold"):
-            table.measure(f"convolutions: {form}", name, rounds, device, setting, cohort, convolution=form)
+        table.measure("convolutions: channels_last", name, rounds, device, setting, cohort, convolution="channels_last")
         for precision in ("tf32", "bf16"):
             table.measure(f"precision {precision}", name, rounds, device, setting, cohort, precision=precision)
     resnet = {**settings["A"], "steps": 2 if quick else 8}
-    for form in ("grouped", "channels_last", "unfold"):
+    for form in ("grouped", "channels_last"):
         options = {"model": "resnet20", "convolution": form}
         table.measure(f"ResNet-20, {form}", "A", rounds, device, resnet, resnet["cohort"], **options)
     add_profile(table, settings["B"], settings["B"]["cohort"], device)

@@ -104,10 +104,20 @@ def option_meanings(cls: type) -> dict[str, str]:
     """
     described: dict[str, str] = {}
     for base in reversed(cls.__mro__):
-        section = inspect.cleandoc(base.__doc__ or "").partition("\nAttributes:\n")[2]
-        entries = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", section, re.MULTILINE)
-        described |= {name: " ".join(text.split()) for name, text in entries}
+        described |= docstring_entries(base.__doc__ or "", "Attributes")
     return {name: described.get(name, "") for name in option_defaults(cls)}
+
+
+def docstring_entries(docstring: str, section: str) -> dict[str, str]:
+    """Return the descriptions in a section of a docstring, each as one line, by name.
+
+    Args:
+        docstring: Docstring in Google style.
+        section: Title of the section.
+    """
+    entries = inspect.cleandoc(docstring).partition(f"\n{section}:\n")[2]
+    named = re.findall(r"^ {4}(\w+): (.*(?:\n {5,}.*)*)", entries, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in named}
 
 
 def check_no_effect(rule: object, options: Collection[str], cause: str) -> None:

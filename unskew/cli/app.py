@@ -40,6 +40,7 @@ from unskew.cli.common import (
     is_config_file,
     parse_seeds,
     print_json,
+    repeat_command,
     resume_command,
     set_default_model,
     shorten_name,
@@ -52,7 +53,7 @@ from unskew.cli.diagnose import diagnose
 from unskew.cli.doctor import doctor
 from unskew.cli.evaluate import evaluate
 from unskew.cli.export import export
-from unskew.cli.flags import EXAMPLES, PANELS, Sections
+from unskew.cli.flags import EXAMPLES, PANELS, DocumentedCommands, Sections, with_described_options
 from unskew.cli.init import init
 from unskew.cli.predict import predict
 from unskew.cli.privacy import privacy
@@ -61,36 +62,36 @@ from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
 from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, prepare_streams, print_notices
 from unskew.errors import ConfigError, UnskewError, short_repr
-from unskew.filesystem import check_run, parse_path
+from unskew.filesystem import check_run
 
-app = typer.Typer(
+app = DocumentedCommands(
     help="Federated learning on skewed data: run, compare and resume composable methods.",
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-app.callback(invoke_without_command=True)(cli_info.version)
+app.callback(invoke_without_command=True)(with_described_options(cli_info.version))
 
 
 @app.command(cls=Sections)
 @given_on_command_line(*PANELS)
 def run(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="Configuration file; flags override it.")] = None,
-    file: Annotated[
-        Path | None, typer.Option("--config", parser=parse_path, metavar="PATH", help="Configuration file.")
-    ] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
+    file: Annotated[Path | None, typer.Option("--config")] = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            "--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/DATA-METHOD-seedN)."
-        ),
-    ] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Resume the run in --out.")] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Train one model across clients with one method."""
+    """Train one model across clients with one method.
+
+    Options:
+        config: Configuration file; flags override it.
+        file: Configuration file.
+        out: Output folder (default: runs/DATA-METHOD-seedN).
+        again: Resume the run in --out.
+    """
     from unskew.config.loader import experiment
 
     values = config_values(config, context)
@@ -116,44 +117,29 @@ def run(
 @given_on_command_line(*PANELS, without=("method", "seed", "save_samples"))
 def compare(
     context: typer.Context,
-    methods: Annotated[
-        list[str],
-        typer.Argument(
-            help="Methods, such as fedprox+scaffold, and optionally a configuration file (.yaml); or only "
-            "configuration files, each with a method."
-        ),
-    ],
+    methods: list[str],
     seeds: Annotated[str, typer.Option("--seeds", help=f"Seeds: {SEEDS}")] = "0..2",
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", parser=parse_path, metavar="PATH", help="Output folder (default: runs/compare-DATA)."),
-    ] = None,
-    again: Annotated[
-        bool, typer.Option("--resume", help="Resume the comparison in --out, reusing finished runs.")
-    ] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
     parallel: Parallel = "1",
     references: References = None,
-    budget: Annotated[
-        float | None,
-        typer.Option(
-            "--budget",
-            metavar="MINUTES",
-            help="Start nothing if all runs are estimated to take longer.",
-        ),
-    ] = None,
-    leave_out: Annotated[
-        bool,
-        typer.Option(
-            "--leave-one-out",
-            help="Also train without each client in turn, or without each of those in --unseen, and evaluate on it.",
-        ),
-    ] = False,
+    budget: Annotated[float | None, typer.Option(metavar="MINUTES")] = None,
+    leave_out: Annotated[bool, typer.Option("--leave-one-out")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Compare methods on the same data, partition, cohorts and initial model per seed."""
+    """Compare methods on the same data, partition, cohorts and initial model per seed.
+
+    Options:
+        methods: Methods, such as fedprox+scaffold, and optionally a configuration file (.yaml); or only configuration
+            files, each with a method.
+        out: Output folder (default: runs/compare-DATA).
+        again: Resume the comparison in --out, reusing finished runs.
+        budget: Start nothing if all runs are estimated to take longer.
+        leave_out: Also train without each client in turn, or without each of those in --unseen, and evaluate on it.
+    """
     from unskew.config.loader import experiment
     from unskew.methods.registry import check_expression
 
@@ -203,8 +189,8 @@ def compare(
     folder = out or unused_path(Path("runs") / f"compare-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
-    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if again else ["--resume"]))
+    with exit_on_signal(folder, go_on), make_progress(console) as progress:
         outcome = (leave_one_out if leave_out else compare_methods)(
             methods=methods,
             seeds=which,
@@ -255,7 +241,7 @@ def compare(
 
 @app.command()
 def resume(
-    folder: Annotated[Path, typer.Argument(help="Run folder.")],
+    folder: Path,
     rounds: Rounds = None,
     data_path: DataPath = None,
     engine: EngineName = None,
@@ -267,7 +253,11 @@ def resume(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Resume an interrupted run, or extend a finished run with --rounds; a deployed run needs its sites."""
+    """Resume an interrupted run, or extend a finished run with --rounds; a deployed run needs its sites.
+
+    Options:
+        folder: Run folder.
+    """
     check_run(folder, resume=True)
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.config.loader import set_field
@@ -294,25 +284,23 @@ def resume(
     show(result, folder, console, as_json)
 
 
-app.command()(cli_info.methods)
-app.command()(cli_info.models)
-app.command(cls=Sections)(cli_info.partition)
-app.command()(init)
-app.command(cls=Sections)(diagnose)
-app.command()(demo)
-app.command()(doctor)
-app.command()(evaluate)
-app.command()(export)
-app.command()(predict)
-app.command()(privacy)
-app.command()(benchmark)
-app.command("audit-privacy")(audit_privacy)
-app.command()(report)
-app.command()(reproduce)
-app.command(cls=Sections)(tune)
+INFORM = (
+    cli_info.methods,
+    cli_info.models,
+    cli_info.partition,
+    init,
+    diagnose,
+    demo,
+    doctor,
+    evaluate,
+    export,
+    predict,
+)
+for function in (*INFORM, privacy, benchmark, audit_privacy, report, reproduce, tune):
+    app.command(cls=Sections if function in (cli_info.partition, diagnose, tune) else None)(function)
 for command in app.registered_commands:
-    name = command.name or command.callback.__name__  # type: ignore[union-attr]
-    command.epilog = f"Example: {EXAMPLES[name]}"
+    name = command.callback.__name__  # type: ignore[union-attr]
+    command.epilog = f"Example: {EXAMPLES[name.replace('_', '-')]}"
 app.add_typer(deploy, name="deploy")
 
 

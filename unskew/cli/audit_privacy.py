@@ -12,14 +12,17 @@ from unskew.filesystem import check_run, parse_path
 
 
 def audit_privacy(
-    run: Annotated[Path, typer.Argument(help="Run folder of a run with dp.", parser=parse_path)],
-    canaries: Annotated[
-        int, typer.Option("--canaries", min=5, help="Number of canaries; at most half of the clients.")
-    ] = 50,
+    run: Annotated[Path, typer.Argument(parser=parse_path)],
+    canaries: Annotated[int, typer.Option(min=5)] = 50,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Repeat a private run with canary clients and compare its epsilon with what the model reveals of them."""
+    """Repeat a private run with canary clients and compare its epsilon with what the model reveals of them.
+
+    Options:
+        run: Run folder of a run with dp.
+        canaries: Number of canaries; at most half of the clients.
+    """
     check_run(run)
     from unskew.cli.fit_table import ReflowTable
     from unskew.cli.progress import progress_while_waiting

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from unskew.cli.common import AsJson, DataPath, Parallel, TrustCode, console_for, exit_on_signal, print_json
-from unskew.cli.flags import path_option
+from unskew.cli.common import (
+    AsJson,
+    DataPath,
+    Parallel,
+    TrustCode,
+    console_for,
+    exit_on_signal,
+    print_json,
+    repeat_command,
+)
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
@@ -21,24 +27,31 @@ if TYPE_CHECKING:
 
 
 def benchmark(
-    suite: Annotated[str, typer.Argument(help="Name of a suite, or a YAML file.")] = "skew",
-    federations: Annotated[
-        list[str] | None, typer.Option("--federation", help="Run only this federation. Repeatable.")
-    ] = None,
-    methods: Annotated[list[str] | None, typer.Option("--method", help="Run only this method. Repeatable.")] = None,
+    suite: Annotated[str, typer.Argument()] = "skew",
+    federations: Annotated[list[str] | None, typer.Option("--federation")] = None,
+    methods: Annotated[list[str] | None, typer.Option("--method")] = None,
     data_path: DataPath = None,
-    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/benchmark"),
+    results: Path = Path("results/benchmark"),
     parallel: Parallel = "1",
-    listing: Annotated[
-        bool, typer.Option("--list", help="List the federations and methods, and missing files.")
-    ] = False,
-    estimate: Annotated[bool, typer.Option("--estimate", help="Only estimate the time.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Show the stored outcomes without running anything.")] = False,
-    pages: Annotated[Path | None, path_option("--pages", help="Folder for Markdown pages and heat maps.")] = None,
+    listing: Annotated[bool, typer.Option("--list")] = False,
+    estimate: bool = False,
+    show: bool = False,
+    pages: Path | None = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated."""
+    """Tune methods with equal budgets on many federations, and compare them; finished parts are not repeated.
+
+    Options:
+        suite: Name of a suite, or a YAML file.
+        federations: Run only this federation. Repeatable.
+        methods: Run only this method. Repeatable.
+        results: Folder of the outcomes.
+        listing: List the federations and methods, and missing files.
+        estimate: Only estimate the time.
+        show: Show the stored outcomes without running anything.
+        pages: Folder for Markdown pages and heat maps.
+    """
     from unskew.benchmark.pages import write_pages
     from unskew.benchmark.runner import SuiteRuns
     from unskew.benchmark.suite import load_suite
@@ -102,7 +115,7 @@ def _run(runs: SuiteRuns, todo: list[Unit], at_once: int | str, results: Path, c
     from unskew.cli.progress import make_progress
 
     failures = {}
-    with exit_on_signal(results, shlex.join(["unskew", *sys.argv[1:]])), make_progress(console) as progress:
+    with exit_on_signal(results, repeat_command()), make_progress(console) as progress:
         progress.start()
         task = progress.add_task(runs.suite.name, total=len(todo), accuracy="")
         for unit, failure in runs.carry_out(todo, at_once):
@@ -116,19 +129,19 @@ def _list(
     runs: SuiteRuns, missing: dict[str, str], stored: dict[Unit, dict[str, object]], console: Console, as_json: bool
 ) -> None:
     """Print the federations of a suite, with their finished units and missing files."""
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     suite, units = runs.suite, runs.units()
     if as_json:
         names = [federation.model_dump() for federation in runs.federations.values()]
         print_json({"suite": suite.model_dump() | {"federations": names}, "missing": missing})
         return
-    table = ReflowTable("federation", "title", "finished", "missing file", title=suite.title)
+    rows = []
     for name, federation in runs.federations.items():
         own = [unit for unit in units if unit.federation == name]
         done = sum(unit in stored for unit in own)
-        table.add_row(name, federation.title, f"{done} of {len(own)}", missing.get(name, ""))
-    console.print(table)
+        rows.append((name, federation.title, f"{done} of {len(own)}", missing.get(name, "")))
+    console.print(table_of(("federation", "title", "finished", "missing file"), rows, suite.title))
     console.print(f"Methods: {', '.join(suite.methods)}; references: {', '.join(suite.references)}.", soft_wrap=True)
 
 
@@ -137,7 +150,7 @@ def _show(runs: SuiteRuns, federations: set[str], console: Console) -> None:
     from unskew.benchmark.pages import KINDS, VIEWS
     from unskew.benchmark.results import read_results
     from unskew.benchmark.tables import federation_table, overview_table, ranks_note, tuning_table
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     results = [own for own in read_results(runs) if not federations or own.federation.name in federations]
     if not results:
@@ -145,10 +158,8 @@ def _show(runs: SuiteRuns, federations: set[str], console: Console) -> None:
         return
 
     def put(title: str, header: list[str], rows: list[list[str]]) -> None:
-        table = ReflowTable(*header, title=title, title_justify="left")
-        for row in rows:
-            table.add_row(*(cell.replace("`", "").replace("**", "") for cell in row))
-        console.print(table)
+        plain = ([cell.replace("`", "").replace("**", "") for cell in row] for row in rows)
+        console.print(table_of(header, plain, title))
 
     if federations:
         for own in results:

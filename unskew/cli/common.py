@@ -272,6 +272,11 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
+def repeat_command(*words: str) -> str:
+    """Return the current command, followed by further words."""
+    return shlex.join(["unskew", *sys.argv[1:], *words])
+
+
 def unused_path(base: Path) -> Path:
     """Return ``base``, or ``base-2``, ``base-3`` ... if the path already exists."""
     number, path = 1, base

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import unused_path
-from unskew.cli.flags import path_option
 from unskew.cli.verbosity import LOUDNESS
 
 METHODS = ("fedavg", "fedprox", "scaffold", "fedavgm")
@@ -18,10 +17,15 @@ METHODS = ("fedavg", "fedprox", "scaffold", "fedavgm")
 
 def demo(
     context: typer.Context,
-    out: Annotated[Path | None, path_option("--out", help="Output folder (default: runs/compare-digits).")] = None,
-    again: Annotated[bool, typer.Option("--resume", help="Resume the demo in --out, reusing finished runs.")] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
 ) -> None:
-    """Compare four methods on skewed handwritten digits, and print the next commands."""
+    """Compare four methods on skewed handwritten digits, and print the next commands.
+
+    Options:
+        out: Output folder (default: runs/compare-digits).
+        again: Resume the demo in --out, reusing finished runs.
+    """
     folder = out or unused_path(Path("runs") / "compare-digits")
     compare: Any = context.parent.command.commands["compare"]  # type: ignore[union-attr]
     with as_file(files("unskew") / "cli" / "demo.yaml") as config:

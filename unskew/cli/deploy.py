@@ -26,11 +26,11 @@ from unskew.cli.common import (
     shorten_name,
     unused_path,
 )
-from unskew.cli.flags import path_option
+from unskew.cli.flags import DocumentedCommands
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 
-deploy = typer.Typer(
+deploy = DocumentedCommands(
     help="Train across real sites with Flower, with the same methods and run folders as in simulation.",
     no_args_is_help=True,
     rich_markup_mode=None,
@@ -45,12 +45,16 @@ for command in (operate.status, operate.sites, operate.log, operate.stop, operat
 @given_on_command_line("method", "seed")
 def init(
     context: typer.Context,
-    folder: Annotated[Path, typer.Argument(help="Folder to write.", parser=parse_path, metavar="FOLDER")],
+    folder: Annotated[Path, typer.Argument(parser=parse_path, metavar="FOLDER")],
     config: ConfigFile = None,
     sets: Sets = None,
     trust_code: TrustCode = False,
 ) -> None:
-    """Write the files of a deployment: app, site configuration, scripts for keys, systemd units, Docker Compose."""
+    """Write the files of a deployment: app, site configuration, scripts for keys, systemd units, Docker Compose.
+
+    Options:
+        folder: Folder to write.
+    """
     from unskew.config.loader import experiment
     from unskew.deployment.flower.project_files import init_project as write_folder
     from unskew.deployment.server.site_clients import check_deployable
@@ -68,39 +72,41 @@ def init(
 
 @deploy.command()
 def check(
-    file: Annotated[
-        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=parse_path, metavar="SITE.yaml")
-    ],
+    file: Annotated[Path, typer.Argument(parser=parse_path, metavar="SITE.yaml")],
     as_json: AsJson = False,
 ) -> None:
-    """Check a site before it connects: read its data, show what will be sent, and test certificates and clock."""
+    """Check a site before it connects: read its data, show what will be sent, and test certificates and clock.
+
+    Options:
+        file: The site's configuration, site.yaml.
+    """
     from dataclasses import asdict
 
-    from rich.table import Table
     from rich.text import Text
 
+    from unskew.cli.fit_table import table_of
     from unskew.deployment.site.check import check_site as findings_of
 
     findings = list(findings_of(file))
     if as_json:
         print_json([asdict(finding) for finding in findings])
     else:
-        table = Table("check", "", "result", title=f"{file}")
         words = {True: "ok", False: "WRONG", None: ""}
-        for finding in findings:
-            table.add_row(finding.what, words[finding.ok], Text(finding.text))
-        console_for().print(table)
+        rows = [(finding.what, words[finding.ok], Text(finding.text)) for finding in findings]
+        console_for().print(table_of(("check", "", "result"), rows, f"{file}"))
     if any(finding.ok is False for finding in findings):
         raise typer.Exit(2)
 
 
 @deploy.command()
 def site(
-    file: Annotated[
-        Path, typer.Argument(help="The site's configuration, site.yaml.", parser=parse_path, metavar="SITE.yaml")
-    ],
+    file: Annotated[Path, typer.Argument(parser=parse_path, metavar="SITE.yaml")],
 ) -> None:
-    """Run the process of a site that has the data and trains; the site's SuperNode forwards messages to it."""
+    """Run the process of a site that has the data and trains; the site's SuperNode forwards messages to it.
+
+    Options:
+        file: The site's configuration, site.yaml.
+    """
     from unskew.deployment.site.listener import serve_site
 
     serve_site(file)
@@ -110,53 +116,46 @@ def site(
 @given_on_command_line("method", "seed")
 def run(
     context: typer.Context,
-    config: Annotated[Path | None, typer.Argument(help="The experiment that was simulated; flags override it.")] = None,
-    file: Annotated[Path | None, path_option("--config", help="Same as the argument CONFIG.")] = None,
+    config: Annotated[Path | None, typer.Argument()] = None,
+    file: Annotated[Path | None, typer.Option("--config")] = None,
     rounds: Rounds = None,
     sets: Sets = None,
     local: LocalSites = None,
     folder: DeploymentFolder = None,
     superlink: SuperLinkAddress = None,
-    own_data: Annotated[
-        bool, typer.Option("--own-data", help="The sites use their own data instead of parts of the experiment's data.")
-    ] = False,
-    startup_timeout: Annotated[
-        float, typer.Option("--startup-timeout", help="Seconds to wait until all sites are connected.")
-    ] = 600.0,
-    round_timeout: Annotated[
-        float | None,
-        typer.Option("--round-timeout", help="Seconds to wait for updates in a round; no limit by default."),
-    ] = None,
-    min_updates: Annotated[int, typer.Option("--min-updates", min=1, help="Minimum number of updates per round.")] = 1,
-    on_timeout: Annotated[
-        str, typer.Option("--on-timeout", help="With fewer updates after the timeout: wait, continue or abort.")
-    ] = "wait",
-    asynchronous: Annotated[
-        bool, typer.Option("--asynchronous", help="Accept updates whenever they arrive, also in later rounds.")
-    ] = False,
-    quorum: Annotated[
-        int | None,
-        typer.Option(
-            "--quorum", min=1, help="Start with this number of sites; others may join and leave between rounds."
-        ),
-    ] = None,
-    max_invalid_replies: Annotated[
-        int, typer.Option("--max-invalid-replies", min=1, help="Exclude a site after this many invalid replies.")
-    ] = 3,
-    max_message_mb: Annotated[
-        float, typer.Option("--max-message-mb", help="Largest accepted message from a site, in MB.")
-    ] = 2048.0,
-    max_norm: Annotated[float, typer.Option("--max-norm", help="Largest accepted norm of a tensor from a site.")] = 1e6,
-    exact: Annotated[
-        bool, typer.Option("--exact", help="Reject sites with other versions or CPU instructions than the server's.")
-    ] = False,
-    out: Annotated[
-        Path | None, path_option("--out", help="Run folder; runs/DATA-METHOD-seedN-sites by default.")
-    ] = None,
+    own_data: bool = False,
+    startup_timeout: float = 600.0,
+    round_timeout: float | None = None,
+    min_updates: Annotated[int, typer.Option(min=1)] = 1,
+    on_timeout: str = "wait",
+    asynchronous: bool = False,
+    quorum: Annotated[int | None, typer.Option(min=1)] = None,
+    max_invalid_replies: Annotated[int, typer.Option(min=1)] = 3,
+    max_message_mb: float = 2048.0,
+    max_norm: float = 1e6,
+    exact: bool = False,
+    out: Path | None = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Run an experiment across sites, and write the same run folder as unskew run."""
+    """Run an experiment across sites, and write the same run folder as unskew run.
+
+    Options:
+        config: The experiment that was simulated; flags override it.
+        file: Same as the argument CONFIG.
+        own_data: The sites use their own data instead of parts of the experiment's data.
+        startup_timeout: Seconds to wait until all sites are connected.
+        round_timeout: Seconds to wait for updates in a round; no limit by default.
+        min_updates: Minimum number of updates per round.
+        on_timeout: With fewer updates after the timeout: wait, continue or abort.
+        asynchronous: Accept updates whenever they arrive, also in later rounds.
+        quorum: Start with this number of sites; others may join and leave between rounds.
+        max_invalid_replies: Exclude a site after this many invalid replies.
+        max_message_mb: Largest accepted message from a site, in MB.
+        max_norm: Largest accepted norm of a tensor from a site.
+        exact: Reject sites with other versions or CPU instructions than the server's.
+        out: Run folder; runs/DATA-METHOD-seedN-sites by default.
+    """
     from unskew.config.loader import experiment
 
     values = config_values(config, context)

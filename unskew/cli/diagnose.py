@@ -17,7 +17,7 @@ from unskew.cli.common import (
     given_on_command_line,
     print_json,
 )
-from unskew.cli.flags import FLAGS, SERVER, path_option
+from unskew.cli.flags import FLAGS, SERVER
 from unskew.errors import ConfigError
 
 COMPARED = frozenset(FLAGS) - {"method", "seed", "save_samples"}
@@ -33,67 +33,47 @@ SITES_SHOWN = 30
 )
 def diagnose(
     context: typer.Context,
-    run: Annotated[
-        Path | None, typer.Argument(help="Run folder or a checkpoint of a run; by default, a newly initialized model.")
-    ] = None,
+    run: Annotated[Path | None, typer.Argument()] = None,
     config: ConfigFile = None,
-    images: Annotated[
-        Path | None,
-        path_option(
-            "--synthetic",
-            help="Synthetic images: a parquet file, a folder of such files, or a run that generated images.",
-        ),
-    ] = None,
-    synthetic_fraction: Annotated[
-        str, typer.Option("--synthetic-fraction", help="Fractions of synthetic data for the prediction.")
-    ] = "0,0.1,0.25,0.5,0.75,1",
-    sample_clients: Annotated[
-        int, typer.Option("--sample-clients", min=0, help="Number of clients to measure; 0 for all.")
-    ] = 100,
-    samples: Annotated[int, typer.Option("--samples", min=0, help="Number of samples per client; 0 for all.")] = 1000,
-    curvature: Annotated[
-        bool, typer.Option("--curvature/--no-curvature", help="Measure smoothness, which takes most of the time.")
-    ] = True,
-    epsilon: Annotated[float | None, typer.Option("--epsilon", help="Accuracy for which rounds are predicted.")] = None,
-    mu: Annotated[
-        float | None, typer.Option("--mu", help="Strong convexity of the loss, if it is strongly convex.")
-    ] = None,
-    traffic: Annotated[
-        str | None,
-        typer.Option("--max-traffic", help="Maximum traffic of the run, up and down, over all clients: 100MB."),
-    ] = None,
-    secure_aggregation: Annotated[
-        bool, typer.Option("--secure-aggregation", help="The server may see only sums of updates.")
-    ] = False,
-    server_data: Annotated[
-        int | None, typer.Option("--server-data", min=1, help="Number of labeled samples at the server.")
-    ] = None,
-    privacy: Annotated[
-        str | None, typer.Option("--privacy", help="Privacy budget of data that clients generate and share: epsilon=5.")
-    ] = None,
-    minutes: Annotated[
-        float | None,
-        typer.Option(
-            "--validate-minutes",
-            metavar="MINUTES",
-            help="Validate the advice by successive halving for this number of minutes.",
-        ),
-    ] = None,
-    details: Annotated[
-        bool, typer.Option("--details", help="Print all measured quantities and the theoretical bounds.")
-    ] = False,
-    cost: Annotated[
-        bool, typer.Option("--cost/--no-cost", help="Estimate the time of each recommended method.")
-    ] = True,
+    images: Annotated[Path | None, typer.Option("--synthetic")] = None,
+    synthetic_fraction: str = "0,0.1,0.25,0.5,0.75,1",
+    sample_clients: Annotated[int, typer.Option(min=0)] = 100,
+    samples: Annotated[int, typer.Option(min=0)] = 1000,
+    curvature: bool = True,
+    epsilon: float | None = None,
+    mu: float | None = None,
+    traffic: Annotated[str | None, typer.Option("--max-traffic")] = None,
+    secure_aggregation: bool = False,
+    server_data: Annotated[int | None, typer.Option(min=1)] = None,
+    privacy: str | None = None,
+    minutes: Annotated[float | None, typer.Option("--validate-minutes", metavar="MINUTES")] = None,
+    details: bool = False,
+    cost: bool = True,
     sets: Sets = None,
     trust_code: TrustCode = False,
-    out: Annotated[
-        Path | None,
-        path_option("--out", help="Image file for the plot; diagnosis.png by default, no plot by default with --json."),
-    ] = None,
+    out: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the skew between clients, predict the effect of synthetic data, and recommend methods."""
+    """Measure the skew between clients, predict the effect of synthetic data, and recommend methods.
+
+    Options:
+        run: Run folder or a checkpoint of a run; by default, a newly initialized model.
+        images: Synthetic images: a parquet file, a folder of such files, or a run that generated images.
+        synthetic_fraction: Fractions of synthetic data for the prediction.
+        sample_clients: Number of clients to measure; 0 for all.
+        samples: Number of samples per client; 0 for all.
+        curvature: Measure smoothness, which takes most of the time.
+        epsilon: Accuracy for which rounds are predicted.
+        mu: Strong convexity of the loss, if it is strongly convex.
+        traffic: Maximum traffic of the run, up and down, over all clients: 100MB.
+        secure_aggregation: The server may see only sums of updates.
+        server_data: Number of labeled samples at the server.
+        privacy: Privacy budget of data that clients generate and share: epsilon=5.
+        minutes: Validate the advice by successive halving for this number of minutes.
+        details: Print all measured quantities and the theoretical bounds.
+        cost: Estimate the time of each recommended method.
+        out: Image file for the plot; diagnosis.png by default, no plot by default with --json.
+    """
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.cli.tables import heterogeneity_tables, sites_table

@@ -18,7 +18,7 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.cli.flags import ClientName, ClientNumber, path_option
+from unskew.cli.flags import ClientName, ClientNumber
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
 
@@ -29,27 +29,26 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    rows: Annotated[
-        Path,
-        typer.Argument(
-            metavar="DATA",
-            help="A .csv, .jsonl or .parquet file with labels, or a folder with one folder of images per class.",
-            parser=parse_path,
-        ),
-    ],
-    by: Annotated[
-        str | None, typer.Option("--by", help="Column, such as hospital; also compute metrics for each of its values.")
-    ] = None,
-    out: Annotated[Path | None, path_option("--out", help="Write the metrics to this .csv or .jsonl file.")] = None,
+    run: Path,
+    rows: Annotated[Path, typer.Argument(metavar="DATA", parser=parse_path)],
+    by: str | None = None,
+    out: Path | None = None,
     sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
-    no_intervals: Annotated[bool, typer.Option("--no-intervals", help="Compute no 95 % intervals.")] = False,
+    no_intervals: bool = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Evaluate a trained model on other labeled data, overall and per site."""
+    """Evaluate a trained model on other labeled data, overall and per site.
+
+    Options:
+        run: Folder of a finished run.
+        rows: A .csv, .jsonl or .parquet file with labels, or a folder with one folder of images per class.
+        by: Column, such as hospital; also compute metrics for each of its values.
+        out: Write the metrics to this .csv or .jsonl file.
+        no_intervals: Compute no 95 % intervals.
+    """
     check_run(run)
     check_output(out, run, rows)
     from unskew.cli.progress import progress_while_waiting

@@ -8,20 +8,26 @@ from typing import Annotated
 import typer
 
 from unskew.cli.common import AsJson, TrustCode, console_for, print_json, printed_warnings
-from unskew.cli.flags import ClientName, ClientNumber, path_option
+from unskew.cli.flags import ClientName, ClientNumber
 from unskew.filesystem import check_run
 
 
 def export(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    kind: Annotated[str, typer.Option("--format", help="torch, onnx, torchscript or transformers.")] = "onnx",
-    out: Annotated[Path | None, path_option("--out", help="Folder to write; RUN/export-FORMAT by default.")] = None,
+    run: Path,
+    kind: Annotated[str, typer.Option("--format")] = "onnx",
+    out: Path | None = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Export a trained model with its preprocessing for other programs, and write a model card."""
+    """Export a trained model with its preprocessing for other programs, and write a model card.
+
+    Options:
+        run: Folder of a finished run.
+        kind: torch, onnx, torchscript or transformers.
+        out: Folder to write; RUN/export-FORMAT by default.
+    """
     check_run(run)
     from unskew.serving.export import export as write
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -24,6 +24,20 @@ class ReflowTable(Table):
             yield from super().__rich_console__(console, options)
         else:
             yield from stacked_below(self, console)
+
+
+def table_of(header: Iterable[str], rows: Iterable[Iterable[RenderableType]], title: str | None = None) -> ReflowTable:
+    """Build a table.
+
+    Args:
+        header: Titles of the columns.
+        rows: Cells of each row.
+        title: Title of the table, or None.
+    """
+    table = ReflowTable(*header, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def omit_empty_columns(table: Table, console: Console) -> None:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Union, get_args, get_origin
 
 import typer
 from pydantic import BaseModel
 from typer.core import TyperCommand
+from typer.models import OptionInfo
 
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
 from unskew.config_fields import Flag
 from unskew.filesystem import parse_path
+from unskew.option_parsing import docstring_entries
 
 ClientName = Annotated[
     str | None,
@@ -92,6 +97,73 @@ def path_option(*names: str, help: str) -> Any:
         help: Description in the help of the command.
     """
     return typer.Option(*names, parser=parse_path, metavar="PATH", help=help)
+
+
+class DocumentedCommands(typer.Typer):
+    """Typer application whose commands describe their options in the section ``Options`` of their docstrings."""
+
+    def command(  # type: ignore[override]
+        self, *arguments: Any, **settings: Any
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """Return a decorator that registers a command.
+
+        Args:
+            *arguments: Arguments of ``typer.Typer.command``.
+            **settings: Further arguments of it.
+        """
+
+        def register(command: Callable[..., None]) -> Callable[..., None]:
+            text = inspect.getdoc(command) or ""
+            settings["help"] = text.partition("\n\nOptions:\n")[0]
+            return typer.Typer.command(self, *arguments, **settings)(with_described_options(command))
+
+        return register
+
+
+def with_described_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Return a command whose options have their names and the help texts of its docstring.
+
+    A parameter ``cost`` is the option ``--cost``, and ``--cost/--no-cost`` if it is a boolean that is true by default; a
+    parameter without a default is an argument. ``typer.Option`` or ``typer.Argument`` in the annotation overrides this.
+
+    Args:
+        command: Function with a section ``Options`` in its docstring.
+    """
+    described = docstring_entries(command.__doc__ or "", "Options")
+
+    @functools.wraps(command)
+    def call(**arguments: Any) -> None:
+        command(**arguments)
+
+    parameters = []
+    for parameter in inspect.signature(command, eval_str=True).parameters.values():
+        if parameter.name in described:
+            annotated = get_origin(parameter.annotation) is Annotated
+            kind, *infos = get_args(parameter.annotation) if annotated else (parameter.annotation,)
+            info = infos[0] if infos else typer.Argument() if parameter.default is parameter.empty else typer.Option()
+            info.help = described[parameter.name]
+            if isinstance(info, OptionInfo):
+                complete_option(info, parameter, kind)
+            parameter = parameter.replace(annotation=Annotated[kind, info])
+        parameters.append(parameter)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+    return call
+
+
+def complete_option(info: OptionInfo, parameter: inspect.Parameter, kind: Any) -> None:
+    """Complete an option by its name on the command line, and by the parser of files and folders.
+
+    Args:
+        info: Option of the parameter.
+        parameter: Parameter of a command.
+        kind: Type of its values.
+    """
+    if info.default is ...:  # the first name of an option in an annotation
+        flag = f"--{parameter.name.replace('_', '-')}"
+        info.param_decls = (f"{flag}/--no-{flag[2:]}" if parameter.default is True else flag,)
+    if kind in (Path, Path | None):
+        info.parser, info.metavar = parse_path, "PATH"
 
 
 def add_flag(name: str) -> Any:

@@ -11,19 +11,21 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, ConfigFile, Sets, config_values, console_for, given_on_command_line, print_json
-from unskew.cli.flags import SERVER, path_option
+from unskew.cli.flags import SERVER
 from unskew.cli.verbosity import LOUDNESS
 from unskew.errors import ConfigError, UnskewError
 from unskew.filesystem import user_cache, write_atomic
 
 
 def methods(
-    name: Annotated[
-        str | None, typer.Argument(help="Method to describe: its options, and methods that it conflicts with.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument()] = None,
     as_json: AsJson = False,
 ) -> None:
-    """List all methods with slots, options and papers, including plugins of other packages; or describe one method."""
+    """List all methods with slots, options and papers, including plugins of other packages; or describe one method.
+
+    Options:
+        name: Method to describe: its options, and methods that it conflicts with.
+    """
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table, print_method
     from unskew.methods.registry import COMPOSITIONS, conflicts, describe_method, grouped_conflicts
@@ -104,25 +106,21 @@ def described() -> list[dict[str, Any]]:
 
 
 def models(
-    model: Annotated[
-        str | None,
-        typer.Argument(help="A name, hf:NAME, or package.module:factory; by default, all models are listed."),
-    ] = None,
-    shape: Annotated[
-        str | None,
-        typer.Option("--shape", help="Shape of one input, channels first; 3,32,32 by default, 8 (tokens) for hf:NAME."),
-    ] = None,
-    classes: Annotated[
-        int | None,
-        typer.Option("--classes", min=1, help="Number of classes; 10 by default; hf:NAME is then a language model."),
-    ] = None,
-    split: Annotated[
-        int | None, typer.Option("--split", min=0, help="Number of layers in the body; all but the head by default.")
-    ] = None,
+    model: Annotated[str | None, typer.Argument()] = None,
+    shape: str | None = None,
+    classes: Annotated[int | None, typer.Option(min=1)] = None,
+    split: Annotated[int | None, typer.Option(min=0)] = None,
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """List all models, or the layers of one model with their sizes and the split into body and head."""
+    """List all models, or the layers of one model with their sizes and the split into body and head.
+
+    Options:
+        model: A name, hf:NAME, or package.module:factory; by default, all models are listed.
+        shape: Shape of one input, channels first; 3,32,32 by default, 8 (tokens) for hf:NAME.
+        classes: Number of classes; 10 by default; hf:NAME is then a language model.
+        split: Number of layers in the body; all but the head by default.
+    """
     from unskew.cli.model_summary import grouping_note, layer_rows, model_spec
     from unskew.cli.plugin_listing import plugin_models
     from unskew.cli.tables import layers_table, models_table
@@ -149,18 +147,20 @@ def models(
 @given_on_command_line("Data", "seed", without=SERVER)
 def partition(
     context: typer.Context,
-    source: Annotated[
-        str | None, typer.Argument(metavar="DATA", help="Data source, or a configuration file (.yaml).")
-    ] = None,
+    source: Annotated[str | None, typer.Argument(metavar="DATA")] = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[Path | None, path_option("--out", help="Image file for a plot; none by default.")] = None,
-    clients_shown: Annotated[
-        int, typer.Option("--clients-shown", min=1, help="Maximum number of clients in the table.")
-    ] = 20,
+    out: Path | None = None,
+    clients_shown: Annotated[int, typer.Option(min=1)] = 20,
     as_json: AsJson = False,
 ) -> None:
-    """Show the label distribution across clients as a table and a plot, and the partition's hash."""
+    """Show the label distribution across clients as a table and a plot, and the partition's hash.
+
+    Options:
+        source: Data source, or a configuration file (.yaml).
+        out: Image file for a plot; none by default.
+        clients_shown: Maximum number of clients in the table.
+    """
     from unskew.config.loader import experiment
 
     values = {**config_values(config, context), "holdout": 0.0}
@@ -240,21 +240,19 @@ START = """unskew: federated learning on data that differ between clients
 
 def version(
     context: typer.Context,
-    show: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", help="Print only results, warnings and errors. Allowed after any command.")
-    ] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print a line per round, and the traceback of errors.")
-    ] = False,
-    log_json: Annotated[
-        bool,
-        typer.Option(
-            "--log-json", help="Print rounds, warnings and errors as JSON lines to standard error; no progress."
-        ),
-    ] = False,
+    show: Annotated[bool, typer.Option("--version")] = False,
+    quiet: bool = False,
+    verbose: bool = False,
+    log_json: bool = False,
 ) -> None:
-    """Federated learning on skewed data: run, compare and resume composable methods."""
+    """Federated learning on skewed data: run, compare and resume composable methods.
+
+    Options:
+        show: Print the version.
+        quiet: Print only results, warnings and errors. Allowed after any command.
+        verbose: Print a line per round, and the traceback of errors.
+        log_json: Print rounds, warnings and errors as JSON lines to standard error; no progress.
+    """
     if quiet and verbose:
         raise ConfigError("--quiet and --verbose cannot be combined. Use one of them.")
     if log_json and verbose:

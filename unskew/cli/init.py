@@ -10,31 +10,27 @@ from typing import Annotated
 import typer
 
 from unskew.cli.common import CsvSets, console_for, csv_values
-from unskew.cli.flags import path_option
 from unskew.errors import ConfigError
 from unskew.filesystem import write_atomic
 
 
 def init(
-    data: Annotated[
-        str | None,
-        typer.Argument(
-            help="A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits by default."
-        ),
-    ] = None,
-    label: Annotated[
-        str | None, typer.Option("--label", help="Label column of a table, if it is not detected.")
-    ] = None,
-    clients: Annotated[
-        str | None, typer.Option("--clients", help="Column that names the clients, if it is not detected.")
-    ] = None,
-    image: Annotated[
-        str | None, typer.Option("--image", help="Column with images or paths of image files, if it is not detected.")
-    ] = None,
+    data: Annotated[str | None, typer.Argument()] = None,
+    label: str | None = None,
+    clients: str | None = None,
+    image: str | None = None,
     sets: CsvSets = None,
-    out: Annotated[Path, path_option("--out", help="File to write; it must not exist yet.")] = Path("experiment.yaml"),
+    out: Path = Path("experiment.yaml"),
 ) -> None:
-    """Inspect your data, write a commented experiment.yaml for them, and print the next commands."""
+    """Inspect your data, write a commented experiment.yaml for them, and print the next commands.
+
+    Options:
+        data: A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits by default.
+        label: Label column of a table, if it is not detected.
+        clients: Column that names the clients, if it is not detected.
+        image: Column with images or paths of image files, if it is not detected.
+        out: File to write; it must not exist yet.
+    """
     from unskew.data.sources.registry import SOURCES
 
     data_exist = data is None or Path(data).expanduser().exists() or data.partition(":")[0] in SOURCES

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 import typer
 
 from unskew.cli.common import AsJson, console_for, print_json
-from unskew.cli.flags import path_option
 from unskew.filesystem import parse_path
 
 RunFolder = Annotated[Path, typer.Argument(help="Folder of the run.", parser=parse_path, metavar="RUN")]
@@ -74,12 +73,15 @@ def sites(folder: RunFolder, as_json: AsJson = False) -> None:
 
 def log(
     folder: RunFolder,
-    follow: Annotated[bool, typer.Option("--follow", help="Print new events until the run ends.")] = False,
-    verify: Annotated[
-        bool, typer.Option("--verify", help="Check that no event was changed, removed or added.")
-    ] = False,
+    follow: bool = False,
+    verify: bool = False,
 ) -> None:
-    """Print the audit log of a deployed run, or check its chain of digests."""
+    """Print the audit log of a deployed run, or check its chain of digests.
+
+    Options:
+        follow: Print new events until the run ends.
+        verify: Check that no event was changed, removed or added.
+    """
     from unskew.deployment.server.audit_log import FILE, read_events
     from unskew.deployment.server.control import socket_path
 
@@ -100,10 +102,12 @@ def log(
         )
 
 
-def stop(
-    folder: RunFolder, now: Annotated[bool, typer.Option("--now", help="Discard the current round.")] = False
-) -> None:
-    """Stop a running deployed run after its current round, with a checkpoint; unskew resume continues it."""
+def stop(folder: RunFolder, now: bool = False) -> None:
+    """Stop a running deployed run after its current round, with a checkpoint; unskew resume continues it.
+
+    Options:
+        now: Discard the current round.
+    """
     from unskew.deployment.server.control import send_command
 
     send_command(folder, "stop", now=now)
@@ -113,19 +117,29 @@ def stop(
     )
 
 
-def exclude(folder: RunFolder, site: Annotated[str, typer.Argument(help="Name or client number of the site.")]) -> None:
-    """Exclude a site from a running deployed run; the current round stops waiting for it."""
+def exclude(folder: RunFolder, site: str) -> None:
+    """Exclude a site from a running deployed run; the current round stops waiting for it.
+
+    Options:
+        site: Name or client number of the site.
+    """
     from unskew.deployment.server.control import send_command
 
     _line(f"{send_command(folder, 'exclude', site=site)['name']} is excluded.")
 
 
 def register(
-    keys: Annotated[list[Path], typer.Argument(help="Public keys of all sites.", metavar="KEY.pub...", exists=True)],
-    superlink: Annotated[str, typer.Option("--superlink", help="Host and port of the SuperLink.")],
-    folder: Annotated[Path, path_option("--folder", help="Deployment folder.")] = Path(),
+    keys: Annotated[list[Path], typer.Argument(metavar="KEY.pub...", exists=True)],
+    superlink: Annotated[str, typer.Option()],
+    folder: Path = Path(),
 ) -> None:
-    """Wait until the SuperLink is reachable, and register all sites with it."""
+    """Wait until the SuperLink is reachable, and register all sites with it.
+
+    Options:
+        keys: Public keys of all sites.
+        superlink: Host and port of the SuperLink.
+        folder: Deployment folder.
+    """
     from unskew.deployment.flower.superlinks import STARTING, RemoteSuperLink, RunLocation
 
     RunLocation(folder=folder, address=superlink).check()

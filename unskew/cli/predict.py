@@ -20,7 +20,7 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.cli.flags import ClientName, ClientNumber, path_option
+from unskew.cli.flags import ClientName, ClientNumber
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
@@ -32,30 +32,26 @@ SHOWN = 20
 
 
 def predict(
-    run: Annotated[Path, typer.Argument(help="Folder of a finished run.")],
-    rows: Annotated[
-        Path,
-        typer.Argument(
-            metavar="INPUT", help="A .csv, .jsonl or .parquet file, an image, or a folder of images.", parser=parse_path
-        ),
-    ],
-    out: Annotated[Path | None, path_option("--out", help="Write all predictions to this .csv or .jsonl file.")] = None,
-    keep: Annotated[
-        str | None, typer.Option("--keep", help="Columns of INPUT to repeat next to the predictions: patient_id,ward.")
-    ] = None,
-    threshold: Annotated[
-        float | None,
-        typer.Option(
-            "--threshold", min=0, max=1, help="Minimum probability to predict the positive one of two classes."
-        ),
-    ] = None,
+    run: Path,
+    rows: Annotated[Path, typer.Argument(metavar="INPUT", parser=parse_path)],
+    out: Path | None = None,
+    keep: str | None = None,
+    threshold: Annotated[float | None, typer.Option(min=0, max=1)] = None,
     sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model."""
+    """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model.
+
+    Options:
+        run: Folder of a finished run.
+        rows: A .csv, .jsonl or .parquet file, an image, or a folder of images.
+        out: Write all predictions to this .csv or .jsonl file.
+        keep: Columns of INPUT to repeat next to the predictions: patient_id,ward.
+        threshold: Minimum probability to predict the positive one of two classes.
+    """
     check_run(run)
     check_output(out, run, rows)
     from unskew.cli.progress import progress_while_waiting

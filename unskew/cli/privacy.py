@@ -28,33 +28,32 @@ WITHOUT_DATA = "Neighboring data sets differ in one client, whose data are repla
 
 
 def privacy(
-    clients: Annotated[int, typer.Option("--clients", min=2, help="Number of clients K.")],
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Communication rounds.")],
-    cohort: Annotated[
-        int | None, typer.Option("--cohort", min=1, help="Clients per round; the mean number if Poisson.")
-    ] = None,
-    participation: Annotated[
-        float | None, typer.Option("--participation", help="Share of clients per round, instead of --cohort.")
-    ] = None,
-    noise: Annotated[
-        float | None, typer.Option("--noise", help="Noise multiplier, for which epsilon is computed.")
-    ] = None,
-    epsilon: Annotated[
-        float | None, typer.Option("--epsilon", help="Privacy budget, for which the noise multiplier is computed.")
-    ] = None,
-    delta: Annotated[float | None, typer.Option("--delta", help="Delta of the guarantee. [default: K^-1.1]")] = None,
-    sampling: Annotated[str, typer.Option("--sampling", help="Cohorts: poisson or fixed (of equal size).")] = "poisson",
-    parameters: Annotated[
-        int | None,
-        typer.Option("--parameters", min=1, help="Number of model parameters, to show the norm of the noise."),
-    ] = None,
-    honest: Annotated[
-        int | None,
-        typer.Option("--honest", min=1, help="Noise at the sites: clients of every sum that add theirs."),
-    ] = None,
+    clients: Annotated[int, typer.Option(min=2)],
+    rounds: Annotated[int, typer.Option(min=1)],
+    cohort: Annotated[int | None, typer.Option(min=1)] = None,
+    participation: float | None = None,
+    noise: float | None = None,
+    epsilon: float | None = None,
+    delta: float | None = None,
+    sampling: str = "poisson",
+    parameters: Annotated[int | None, typer.Option(min=1)] = None,
+    honest: Annotated[int | None, typer.Option(min=1)] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compute epsilon of client-level differential privacy, or the noise that an epsilon needs."""
+    """Compute epsilon of client-level differential privacy, or the noise that an epsilon needs.
+
+    Options:
+        clients: Number of clients K.
+        rounds: Communication rounds.
+        cohort: Clients per round; the mean number if Poisson.
+        participation: Share of clients per round, instead of --cohort.
+        noise: Noise multiplier, for which epsilon is computed.
+        epsilon: Privacy budget, for which the noise multiplier is computed.
+        delta: Delta of the guarantee. [default: K^-1.1]
+        sampling: Cohorts: poisson or fixed (of equal size).
+        parameters: Number of model parameters, to show the norm of the noise.
+        honest: Noise at the sites: clients of every sum that add theirs.
+    """
     if sampling not in SAMPLING:
         raise ConfigError(unknown_name("sampling", sampling, SAMPLING))
     if (noise is None) == (epsilon is None):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import Timer
 from typing import Any
 
@@ -97,10 +98,11 @@ def progress_while_waiting(title: str) -> Iterator[None]:
         progress.stop()
 
 
+@dataclass(eq=False)
 class ProgressLine(Callback):
     """Callback that shows a run as one line of a live display.
 
-    Args:
+    Attributes:
         progress: Live display.
         title: Text before the bar.
         transient: Remove the line when the run ends.
@@ -110,23 +112,15 @@ class ProgressLine(Callback):
         held_out: Show the objective on the clients' held-out samples instead of metrics on the test set.
     """
 
-    def __init__(
-        self,
-        progress: Progress,
-        title: str,
-        transient: bool = False,
-        warnings: bool = True,
-        named: bool = False,
-        columns: bool = False,
-        held_out: bool = False,
-    ):
-        self.progress = progress
-        self.title = title
-        self.transient = transient
-        self.warnings = warnings
-        self.named = named
-        self.columns = columns
-        self.held_out = held_out
+    progress: Progress
+    title: str
+    transient: bool = False
+    warnings: bool = True
+    named: bool = False
+    columns: bool = False
+    held_out: bool = False
+
+    def __post_init__(self) -> None:
         self.making: TaskID | None = None
         self.objective = AUTO
         self.global_model = True

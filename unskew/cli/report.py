@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from unskew.cli.common import console_for
-from unskew.cli.flags import path_option
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -21,22 +20,19 @@ if TYPE_CHECKING:
 
 
 def report(
-    runs: Annotated[
-        list[Path], typer.Argument(help="Run folders, comparison folders, or folders that contain such folders.")
-    ],
-    out: Annotated[
-        Path | None,
-        path_option(
-            "--out",
-            help="File to write; by default report.html in the folder, or in the current folder for several folders.",
-        ),
-    ] = None,
-    images: Annotated[
-        bool, typer.Option("--images/--no-images", help="Show generated images next to real images of the clients.")
-    ] = True,
-    title: Annotated[str | None, typer.Option("--title", metavar="TEXT", help="Title of the page.")] = None,
+    runs: list[Path],
+    out: Path | None = None,
+    images: bool = True,
+    title: Annotated[str | None, typer.Option(metavar="TEXT")] = None,
 ) -> None:
-    """Write a report on finished runs as one self-contained HTML file."""
+    """Write a report on finished runs as one self-contained HTML file.
+
+    Options:
+        runs: Run folders, comparison folders, or folders that contain such folders.
+        out: File to write; by default report.html in the folder, or in the current folder for several folders.
+        images: Show generated images next to real images of the clients.
+        title: Title of the page.
+    """
     from unskew.cli.progress import progress_while_waiting
     from unskew.reporting.report import report as write
 

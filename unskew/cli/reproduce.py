@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,8 +18,8 @@ from unskew.cli.common import (
     console_for,
     exit_on_signal,
     print_json,
+    repeat_command,
 )
-from unskew.cli.flags import path_option
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError, unknown_name
 
@@ -33,29 +31,38 @@ if TYPE_CHECKING:
 
 
 def reproduce(
-    preset: Annotated[str | None, typer.Argument(help="Preset, such as fedcog/table-3.")] = None,
-    scale: Annotated[str, typer.Option("--scale", help="smoke (minutes), cpu (hours) or paper.")] = "smoke",
-    listing: Annotated[bool, typer.Option("--list", help="List the presets.")] = False,
-    seeds: Annotated[
-        str | None, typer.Option("--seeds", help="Seeds, such as 0,1,2; by default, those of the scale.")
-    ] = None,
-    rows: Annotated[list[str] | None, typer.Option("--row", help="Run only this row. Repeatable.")] = None,
-    columns: Annotated[list[str] | None, typer.Option("--column", help="Run only this column. Repeatable.")] = None,
+    preset: Annotated[str | None, typer.Argument()] = None,
+    scale: str = "smoke",
+    listing: Annotated[bool, typer.Option("--list")] = False,
+    seeds: str | None = None,
+    rows: Annotated[list[str] | None, typer.Option("--row")] = None,
+    columns: Annotated[list[str] | None, typer.Option("--column")] = None,
     data_path: DataPath = None,
     server_data_path: ServerDataPath = None,
     engine: EngineName = None,
     device: Device = None,
-    runs: Annotated[Path, path_option("--runs", help="Folder for run folders.")] = Path("runs/reproduce"),
-    results: Annotated[Path, path_option("--results", help="Folder of the outcomes.")] = Path("results/runs"),
+    runs: Path = Path("runs/reproduce"),
+    results: Path = Path("results/runs"),
     parallel: Parallel = "1",
-    show: Annotated[
-        bool, typer.Option("--show", help="Show the table of existing outcomes without running anything.")
-    ] = False,
-    plot: Annotated[Path | None, path_option("--plot", help="Write a plot of the table to this image file.")] = None,
+    show: bool = False,
+    plot: Path | None = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run or resume a table of a paper, and print the paper's numbers next to ours."""
-    from unskew.cli.fit_table import ReflowTable
+    """Run or resume a table of a paper, and print the paper's numbers next to ours.
+
+    Options:
+        preset: Preset, such as fedcog/table-3.
+        scale: smoke (minutes), cpu (hours) or paper.
+        listing: List the presets.
+        seeds: Seeds, such as 0,1,2; by default, those of the scale.
+        rows: Run only this row. Repeatable.
+        columns: Run only this column. Repeatable.
+        runs: Folder for run folders.
+        results: Folder of the outcomes.
+        show: Show the table of existing outcomes without running anything.
+        plot: Write a plot of the table to this image file.
+    """
+    from unskew.cli.fit_table import table_of
     from unskew.cli.progress import ProgressLine, make_progress
     from unskew.expressions import parse_seed_list
     from unskew.reproduction import tables as report
@@ -75,10 +82,8 @@ def reproduce(
                 [{"name": p.name, "title": p.title, "where": p.where, "reference": p.reference} for p in presets]
             )
             return
-        overview = ReflowTable("preset", "title", "where", title="unskew reproduce PRESET --scale " + "|".join(SCALES))
-        for p in presets:
-            overview.add_row(p.name, p.title, p.where)
-        console.print(overview)
+        title = "unskew reproduce PRESET --scale " + "|".join(SCALES)
+        console.print(table_of(("preset", "title", "where"), [(p.name, p.title, p.where) for p in presets], title))
         return
     if preset in study_names():
         if columns or any(option is not None for option in (engine, device, server_data_path)):
@@ -97,8 +102,7 @@ def reproduce(
         for name in wanted or ():
             if name not in available:
                 raise ConfigError(f"{preset} has no {kind} {name!r}. Available: {'; '.join(available)}.")
-    again = shlex.join(["unskew", *sys.argv[1:]])
-    with exit_on_signal(runs, again), make_progress(console) as progress:
+    with exit_on_signal(runs, repeat_command()), make_progress(console) as progress:
 
         def follow(title: str, common: bool) -> list[ProgressLine]:
             return [ProgressLine(progress, title, warnings=not common, named=True)]
@@ -172,8 +176,7 @@ def _study(
         missing = runs.settle()
         if missing:
             console.print(f"{missing} This scale uses {runs.settings['data']} instead.", style="yellow", soft_wrap=True)
-        again = shlex.join(["unskew", *sys.argv[1:]])
-        with exit_on_signal(results, again), make_progress(console) as progress:
+        with exit_on_signal(results, repeat_command()), make_progress(console) as progress:
             progress.start()
             task = progress.add_task(name, total=len(which) * len(runs.parts()), accuracy="")
             for _ in runs.carry_out(which, parallel):
@@ -196,7 +199,7 @@ def _print(
     console: Console, preset: Preset | StudyPreset, scale: str, settings: str, tables: list[Line], done: bool
 ) -> None:
     """Print the title, settings and tables of a preset."""
-    from unskew.cli.fit_table import ReflowTable
+    from unskew.cli.fit_table import table_of
 
     console.print(f"{preset.title}: {preset.where} of {preset.reference}; scale {scale}")
     if preset.text:
@@ -204,9 +207,6 @@ def _print(
     if settings:
         console.print(settings, style="yellow", soft_wrap=True, highlight=False)
     for title, header, lines in tables:
-        table = ReflowTable(*header, title=title, title_justify="left")
-        for line in lines:
-            table.add_row(*line)
-        console.print(table)
+        console.print(table_of(header, lines, title))
     if not done:
         console.print("There are no outcomes yet.")

@@ -11,7 +11,7 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from unskew.attacks.registry import divergence_remedy
-from unskew.cli.fit_table import ReflowTable
+from unskew.cli.fit_table import ReflowTable, table_of
 from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
@@ -268,25 +268,17 @@ def partition_table(
 
 def columns_table(columns: Mapping[str, str]) -> Table:
     """Build the table of the roles of a table's columns."""
-    table = Table(title="Columns of the table", title_justify="left")
-    for name in ("column", "role"):
-        table.add_column(name, overflow="fold")
-    for row in describe_roles(columns):
-        table.add_row(*row)
-    return table
+    return table_of(("column", "role"), describe_roles(columns), "Columns of the table")
 
 
 def methods_table(methods: Sequence[dict[str, Any]]) -> Table:
     """Build the table of ``unskew methods``."""
-    table = ReflowTable()
-    for name in ("method", "slot", "server needs", "what it does", "options", "paper"):
-        table.add_column(name)
+    rows = []
     for row in methods:
         options = ", ".join(f"{k}={v}" for k, v in row["options"].items())
         paper = f"{row['paper']} [{row['package']}]" if "package" in row else row["paper"]
-        cells = (row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper)
-        table.add_row(*cells)
-    return table
+        rows.append((row["name"], ", ".join(row["slots"]), row["needs"], row["summary"], options, paper))
+    return table_of(("method", "slot", "server needs", "what it does", "options", "paper"), rows)
 
 
 def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[str, Sequence[str]]) -> None:
@@ -301,12 +293,8 @@ def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[st
     details = f"slots: {', '.join(row['slots'])}; the server reads {reads}; tasks: {', '.join(row['tasks'])}"
     delays = "supported" if row["delays"] else "not supported"
     console.print(f"{row['name']}: {row['summary']} ({row['paper']})\n{details}; delays: {delays}", highlight=False)
-    table = ReflowTable()
-    for name in ("option", "default", "meaning"):
-        table.add_column(name)
-    for name, default in row["options"].items():
-        table.add_row(name, str(default), row["meanings"][name].replace("``", ""))
-    console.print(table if row["options"] else "It has no options.")
+    options = [(name, str(value), row["meanings"][name].replace("``", "")) for name, value in row["options"].items()]
+    console.print(table_of(("option", "default", "meaning"), options) if options else "It has no options.")
     for reason, names in conflicts.items():
         console.print(f"Not with {', '.join(names)}: {reason}", highlight=False)
     if not conflicts:
@@ -315,13 +303,9 @@ def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[st
 
 def models_table(models: Sequence[dict[str, Any]]) -> Table:
     """Build the table of ``unskew models``."""
-    table = ReflowTable()
-    for name in ("model", "what it is", "groupable", "reference"):
-        table.add_column(name)
-    for row in models:
-        clients_per_group = {True: "yes", False: "no", None: "-"}[row["groupable"]]
-        table.add_row(row["name"], row["description"], clients_per_group, row["reference"])
-    return table
+    words = {True: "yes", False: "no", None: "-"}
+    rows = [(row["name"], row["description"], words[row["groupable"]], row["reference"]) for row in models]
+    return table_of(("model", "what it is", "groupable", "reference"), rows)
 
 
 def layers_table(model: str, layers: Sequence[dict[str, Any]]) -> Table:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -25,10 +23,11 @@ from unskew.cli.common import (
     is_config_file,
     parse_seeds,
     print_json,
+    repeat_command,
     shorten_name,
     unused_path,
 )
-from unskew.cli.flags import PANELS, path_option
+from unskew.cli.flags import PANELS
 from unskew.cli.report import report_after_runs
 from unskew.errors import ConfigError
 
@@ -42,39 +41,33 @@ if TYPE_CHECKING:
 @given_on_command_line(*PANELS, without=("method", "early_stopping", "target", "save_samples", "synthetic"))
 def tune(
     context: typer.Context,
-    methods: Annotated[
-        list[str],
-        typer.Argument(
-            help="Methods or compositions such as fedprox+scaffold, and optionally a configuration file (.yaml)."
-        ),
-    ],
-    trials: Annotated[int, typer.Option("--trials", help="Number of trials per method.")] = 20,
+    methods: list[str],
+    trials: int = 20,
     seeds: Annotated[
         str | None, typer.Option("--seeds", help=f"Fresh seeds for the comparison, 3 by default: {SEEDS}")
     ] = None,
-    space: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--space", help="lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable."
-        ),
-    ] = None,
-    pruning: Annotated[
-        bool, typer.Option("--pruning/--no-pruning", help="Stop trials early if they are worse than most.")
-    ] = True,
-    parallel: Annotated[
-        str, typer.Option("--parallel", metavar="N", help="Processes that run trials, or N@HOST:PORT on a Ray cluster.")
-    ] = "1",
+    space: list[str] | None = None,
+    pruning: bool = True,
+    parallel: Annotated[str, typer.Option(metavar="N")] = "1",
     references: References = None,
     config: ConfigFile = None,
     sets: Sets = None,
-    out: Annotated[Path | None, path_option("--out", help="Output folder (default: runs/tune-DATA).")] = None,
-    again: Annotated[
-        bool, typer.Option("--resume", help="Continue the study in --out, also in parallel with another process.")
-    ] = False,
+    out: Path | None = None,
+    again: Annotated[bool, typer.Option("--resume")] = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Tune methods with equal budgets on the clients' held-out samples, then compare them on fresh seeds."""
+    """Tune methods with equal budgets on the clients' held-out samples, then compare them on fresh seeds.
+
+    Options:
+        methods: Methods or compositions such as fedprox+scaffold, and optionally a configuration file (.yaml).
+        trials: Number of trials per method.
+        space: lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable.
+        pruning: Stop trials early if they are worse than most.
+        parallel: Processes that run trials, or N@HOST:PORT on a Ray cluster.
+        out: Output folder (default: runs/tune-DATA).
+        again: Continue the study in --out, also in parallel with another process.
+    """
     from unskew.config.loader import experiment
     from unskew.methods.registry import check_expression
 
@@ -91,8 +84,8 @@ def tune(
     folder = out or unused_path(Path("runs") / f"tune-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
-    go_on = [*sys.argv[1:], *([] if out else ["--out", str(folder)]), *([] if again else ["--resume"])]
-    with exit_on_signal(folder, shlex.join(["unskew", *go_on])), make_progress(console) as progress:
+    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if again else ["--resume"]))
+    with exit_on_signal(folder, go_on), make_progress(console) as progress:
 
         def follow(title: str) -> list[Callback]:
             trial = ", trial " in title

@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import torch
 
@@ -110,3 +111,28 @@ def check_may_start_processes() -> None:
             "A worker of multiprocessing.Pool is a daemon, which may not start processes. Use engine='inline' there, without "
             "parallel, or run the sweep with concurrent.futures.ProcessPoolExecutor or joblib."
         )
+
+
+@contextlib.contextmanager
+def time_limit(seconds: float, error: Exception) -> Iterator[None]:
+    """Context manager that limits the duration of its block; no effect outside the main thread or on Windows.
+
+    Args:
+        seconds: Maximum duration in seconds.
+        error: Raised if the block takes longer.
+    """
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise error
+
+    before = signal.signal(signal.SIGALRM, end)
+    # Repeat every second: Python discards an exception raised inside a destructor or a weak reference's callback.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)

@@ -17,7 +17,6 @@ from unskew.engines.vmap_trainer import GroupTrainer, client_kind
 from unskew.errors import UnskewError
 from unskew.json_models import JsonModel, read_model, write_model
 from unskew.models.grouped.context import grouped_form
-from unskew.models.unfolded import unfolded_convolutions
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, Update
 
@@ -49,8 +48,8 @@ class VectorizedEngine:
     Args:
         setup: Configuration of the engine.
         memory: Memory of the device; None for that of a CUDA device. On other devices, nothing is measured.
-        convolution: Convolutions of several clients: ``grouped`` as ``vmap`` maps them, ``channels_last`` for one grouped
-            network, or ``unfold`` for matrix products.
+        convolution: Convolutions of several clients: ``grouped`` as ``vmap`` maps them, or ``channels_last`` for one grouped
+            network.
 
     Attributes:
         name: Name of the engine.
@@ -64,7 +63,6 @@ class VectorizedEngine:
         self.memory = DeviceMemory(setup.device) if memory is None and setup.device.type == "cuda" else memory
         form = grouped_form(setup.spec) if convolution == "channels_last" else None
         self.trainer = GroupTrainer(setup, LocalTrainer(setup), form)
-        self.unfold = convolution == "unfold"
         self.width = WIDTH if self.memory is None else None
         pretrained = any(type(part).__module__.startswith("transformers.") for part in setup.spec.module.modules())
         if pretrained or setup.spec.draws_globally or any(rule.trains_alone for rule in setup.rules):
@@ -114,8 +112,7 @@ class VectorizedEngine:
     def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind under ``vmap``, or one at a time, with a warning, if their training cannot be mapped."""
         try:
-            with unfolded_convolutions(self.setup.spec.module, self.unfold):
-                return self.trainer.mapped(broadcasts)
+            return self.trainer.mapped(broadcasts)
         except (UnskewError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # a mistake in a model or rule is raised again below

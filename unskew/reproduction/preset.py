@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import pydantic
 import yaml
@@ -29,21 +30,26 @@ MARK = " †"
 Options = dict[str, Any]
 
 
-class PresetScale(BaseModel):
+class StudyScale(BaseModel):
     """Differences from the paper's settings."""
 
     model_config = ConfigDict(extra="forbid")
     settings: Options = Field(default_factory=dict)
-    with_: Options = Field(default_factory=dict, alias="with")
     seeds: int | None = None
-    rows: dict[str, Options] = Field(default_factory=dict)
-    columns: dict[str, Options] | None = None
     otherwise: Options = Field(default_factory=dict)
     """Settings to use if the data are not available."""
 
 
-class Preset(BaseModel):
-    """Table or figure of a paper."""
+class PresetScale(StudyScale):
+    """Differences of a table from the paper's settings."""
+
+    with_: Options = Field(default_factory=dict, alias="with")
+    rows: dict[str, Options] = Field(default_factory=dict)
+    columns: dict[str, Options] | None = None
+
+
+class PublishedResult(BaseModel):
+    """Result of a paper that a preset reproduces."""
 
     model_config = ConfigDict(extra="forbid")
     name: str
@@ -51,12 +57,17 @@ class Preset(BaseModel):
     where: str
     reference: str
     text: str = ""
+    seeds: int = 3
+
+
+class Preset(PublishedResult):
+    """Table or figure of a paper."""
+
     values: list[str] = ["accuracy"]
     curves: bool | Literal["traffic"] = False
     """True if the figure shows curves over rounds, or over traffic."""
     settings: Options
     with_: Options = Field(default_factory=dict, alias="with")
-    seeds: int = 3
     rows: dict[str, Options]
     columns: dict[str, Options]
     pairs: dict[str, str] = Field(default_factory=dict)
@@ -64,6 +75,9 @@ class Preset(BaseModel):
     common: dict[str, Options] = Field(default_factory=dict)
     published: dict[str, dict[str, dict[str, float]]] = Field(default_factory=dict)
     scales: dict[str, PresetScale] = Field(default_factory=dict)
+
+
+Kind = TypeVar("Kind", bound=PublishedResult)
 
 
 @dataclass(frozen=True)
@@ -114,10 +128,25 @@ def load_preset(name: str) -> Preset:
     Raises:
         ConfigError: If there is no preset of this name, or it is not valid.
     """
-    if name not in preset_names():
-        raise ConfigError(unknown_name("preset", name, preset_names()))
+    return read_preset(Preset, name, preset_names())
+
+
+def read_preset(kind: type[Kind], name: str, names: Collection[str], ending: str = "") -> Kind:
+    """Read and validate a preset's file.
+
+    Args:
+        kind: Kind of the preset.
+        name: Name of the preset.
+        names: Names of all presets of this kind.
+        ending: End of the file's name, before ``.yaml``.
+
+    Raises:
+        ConfigError: If there is no preset of this name, or it is not valid.
+    """
+    if name not in names:
+        raise ConfigError(unknown_name("preset", name, names))
     try:
-        return Preset.model_validate({"name": name, **read_yaml(name)})
+        return kind.model_validate({"name": name, **read_yaml(name + ending)})
     except pydantic.ValidationError as error:
         raise ConfigError(f"The preset {name} is not valid: {first_problem(error)}.") from error
 

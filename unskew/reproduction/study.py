@@ -10,14 +10,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import pydantic
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
-from unskew.errors import ConfigError, DataError, first_problem, unknown_name
+from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.option_parsing import build_from_options, import_own
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, append_outcome, read_outcome
-from unskew.reproduction.preset import SCALES, Options, presets_named, read_yaml
+from unskew.reproduction.preset import SCALES, Options, PublishedResult, StudyScale, presets_named, read_preset
 from unskew.reproduction.settings import describe_settings
 from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
 from unskew.runs.process_pool import Job
@@ -68,28 +67,11 @@ class Study(Protocol):
         """
 
 
-class StudyScale(BaseModel):
-    """Differences from the paper's settings."""
-
-    model_config = ConfigDict(extra="forbid")
-    settings: Options = Field(default_factory=dict)
-    seeds: int | None = None
-    otherwise: Options = Field(default_factory=dict)
-    """Settings to use if the data are not available."""
-
-
-class StudyPreset(BaseModel):
+class StudyPreset(PublishedResult):
     """Experiment of a paper."""
 
-    model_config = ConfigDict(extra="forbid")
-    name: str
     study: str
-    title: str
-    where: str
-    reference: str
-    text: str = ""
     settings: Options = Field(default_factory=dict)
-    seeds: int = 3
     scales: dict[str, StudyScale] = Field(default_factory=dict)
 
 
@@ -107,12 +89,7 @@ def load_study(name: str) -> StudyPreset:
     Raises:
         ConfigError: If there is no preset of this name, or it is not valid.
     """
-    if name not in study_names():
-        raise ConfigError(unknown_name("preset", name, study_names()))
-    try:
-        return StudyPreset.model_validate({"name": name, **read_yaml(f"{name}.study")})
-    except pydantic.ValidationError as error:
-        raise ConfigError(f"The preset {name} is not valid: {first_problem(error)}.") from error
+    return read_preset(StudyPreset, name, study_names(), ".study")
 
 
 def make_study(kind: str, settings: Options) -> Study:

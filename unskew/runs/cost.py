@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-import signal
-import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import FrameType
 
 import torch
 
@@ -19,7 +15,7 @@ from unskew.data.federation import Federation
 from unskew.data.task_options import apply_task_options
 from unskew.engines import processes, timing
 from unskew.engines.base import EngineConfig
-from unskew.engines.cpu import default_torch_modes, num_cores, num_threads
+from unskew.engines.cpu import default_torch_modes, num_cores, num_threads, time_limit
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, short_repr
@@ -42,33 +38,6 @@ SHARE, LIMIT = 0.02, 10.0
 
 class TooLongError(Exception):
     """The measurement of a method reached its limit."""
-
-
-@contextmanager
-def time_limited(seconds: float) -> Iterator[None]:
-    """Context manager that limits the duration of its block; no effect outside the main thread or on Windows.
-
-    Args:
-        seconds: Maximum duration in seconds.
-
-    Raises:
-        TooLongError: If the block takes longer than ``seconds``.
-    """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def end(number: int, frame: FrameType | None) -> None:
-        raise TooLongError
-
-    before = signal.signal(signal.SIGALRM, end)
-    # Repeat every second: Python discards an exception raised inside a destructor or a weak reference's callback.
-    signal.setitimer(signal.ITIMER_REAL, seconds, 1.0)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -243,7 +212,7 @@ def seconds_of_run(
         few = max(1, min(math.ceil(steps), math.ceil(SLOT / max(alone, 1e-9))))
         limit, idle = max(LIMIT, SHARE * usual), first_active_round(method)
         try:
-            with time_limited(limit):
+            with time_limit(limit, TooLongError()):
                 begin, train, server = measured_seconds(parts, config.rounds, client, few)
         except TooLongError:
             return limit / 2 * max(1, config.rounds - idle), False

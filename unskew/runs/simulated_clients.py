@@ -18,7 +18,7 @@ from unskew.filesystem import write_atomic
 from unskew.protocol.messages import Broadcast, Update
 from unskew.runs.assembly import RunParts
 from unskew.runs.personal_model_files import kept_personal_models
-from unskew.runs.summary import client_metrics, client_rows, unseen_metrics
+from unskew.runs.summary import client_metrics, client_rows
 from unskew.simulation import personal_models
 from unskew.simulation.client_scores import ClientScores
 from unskew.simulation.evaluate import Evaluator, Models
@@ -199,4 +199,4 @@ class SimulatedClients:
                 engine.close()
         rows = client_rows(unseen, scores, own, complete=complete)
         rows = [{**row, "client": len(known.clients) + row["client"], "unseen": True} for row in rows]
-        return unseen_metrics(scores, own, parts.metrics, names), rows
+        return client_metrics(scores, own, parts.metrics, names, unseen=True), rows

@@ -152,7 +152,7 @@ def kept_metrics(
 
 
 def client_metrics(
-    scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, client_names: Sequence[str]
+    scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, names: Sequence[str], unseen: bool = False
 ) -> dict[str, Any]:
     """Return the summary metrics over the evaluated clients.
 
@@ -160,31 +160,17 @@ def client_metrics(
         scores: Scores of the final model.
         own: Scores of personal models, or None.
         metrics: Metrics of the run; the primary metric and the objective are summarized.
-        client_names: Names of all clients; may be empty.
+        names: Names of all clients; may be empty.
+        unseen: Whether they are the unseen clients.
     """
+    whose, personal, evaluated = "client", "personal", "clients_evaluated"
+    if unseen:
+        whose, personal, evaluated = "unseen", "unseen_personal", "unseen_evaluated"
     values: dict[str, Any] = {}
     for metric in (metric for metric in metrics.judging if metric.name != WORST):
-        values |= scores.metrics("client", metric, client_names)
-        values |= {} if own is None else own.metrics("personal", metric, client_names)
-    return values | {"clients_evaluated": len(scores.accuracies), "clients_evaluated_on": scores.measured_on}
-
-
-def unseen_metrics(
-    scores: ClientScores, own: ClientScores | None, metrics: RunMetrics, names: Sequence[str]
-) -> dict[str, Any]:
-    """Return the summary metrics over the evaluated unseen clients.
-
-    Args:
-        scores: Scores of the final model.
-        own: Scores of their personal models, or None.
-        metrics: Metrics of the run.
-        names: Names of all unseen clients; may be empty.
-    """
-    values: dict[str, Any] = {}
-    for metric in (metric for metric in metrics.judging if metric.name != WORST):
-        values |= scores.metrics("unseen", metric, names)
-        values |= {} if own is None else own.metrics("unseen_personal", metric, names)
-    return values | {"unseen_evaluated": len(scores.accuracies), "unseen_evaluated_on": scores.measured_on}
+        values |= scores.metrics(whose, metric, names)
+        values |= {} if own is None else own.metrics(personal, metric, names)
+    return values | {evaluated: len(scores.accuracies), f"{evaluated}_on": scores.measured_on}
 
 
 def add_rule_fields(rows: Iterable[dict[str, Any]], server: Server) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from unskew.deployment.server.engine import FlowerEngine, tensor_norms
 from unskew.deployment.server.round_requests import PendingRequests, RoundWait
@@ -12,11 +12,11 @@ from unskew.deployment.wire.messages import encode_broadcast
 from unskew.protocol.messages import Broadcast, Update
 
 
+@dataclass(eq=False)
 class AsyncFlowerEngine(FlowerEngine):
     """``FlowerEngine`` whose rounds end after the first arriving updates, regardless of the round they were trained in."""
 
-    def __init__(self, *arguments: Any):
-        super().__init__(*arguments)
+    def __post_init__(self) -> None:
         self.flying: dict[int, Broadcast] = {}
         self.talk = PendingRequests(self.sites, "", self._take)
         self.norms: dict[int, dict[str, float]] = {}  # tensor norms of each client's last update

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median_high
 from typing import Any
@@ -95,10 +96,11 @@ class ArrivedUpdates:
         self.store.close()
 
 
+@dataclass(eq=False)
 class FlowerEngine:
     """Trains the clients of a cohort at their sites.
 
-    Args:
+    Attributes:
         setup: Engine configuration as the server sees it.
         sites: Connected sites.
         server: Server of the run; it treats a client that has lost its state as a new one.
@@ -106,29 +108,20 @@ class FlowerEngine:
         budget: Fields of the clients' local budget that data rules have changed.
         roster: Public signing keys, by client.
         folder: Run folder, for updates that wait for earlier ones; None keeps them in memory.
+        outdated: Clients whose sites have already trained later rounds.
     """
 
     name = "flower"
 
-    def __init__(
-        self,
-        setup: EngineConfig,
-        sites: SiteManager,
-        server: Server,
-        wire_context: WireContext,
-        budget: dict[str, int],
-        roster: Mapping[int, Any],
-        folder: Path | None,
-    ):
-        self.setup = setup
-        self.sites = sites
-        self.server = server
-        self.wire_context = wire_context
-        self.budget = budget
-        self.roster = roster
-        self.folder = folder
-        self._placeholder: dict[bool, dict[str, Tensors]] = {}
-        self.outdated: set[int] = set()
+    setup: EngineConfig
+    sites: SiteManager
+    server: Server
+    wire_context: WireContext
+    budget: dict[str, int]
+    roster: Mapping[int, Any]
+    folder: Path | None
+    outdated: set[int] = field(default_factory=set, init=False)
+    _placeholder: dict[bool, dict[str, Tensors]] = field(default_factory=dict, init=False)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 
 import torch
 
@@ -28,6 +25,7 @@ from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
+from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 
@@ -61,7 +59,9 @@ class SiteProcess:
     def answer(self, request: Frame) -> Frame:
         """Reply to a message; if this is not possible, reply with the reason."""
         try:
-            with time_limit(self.config.limits.seconds):
+            seconds = self.config.limits.seconds
+            reason = f"Replying to this message exceeded the site's limit of {seconds:g} s (limits.seconds)."
+            with time_limit(seconds, SiteTimeoutError(reason)):
                 return self._reply(request)
         except (SiteStateLostError, OutdatedMessageError) as error:
             return Frame("forgotten" if isinstance(error, SiteStateLostError) else "outdated", {"reason": str(error)})
@@ -197,30 +197,3 @@ def key_fingerprint(public_key: Path) -> str:
     except (OSError, ValueError, IndexError):
         return ""
     return f"SHA256:{base64.b64encode(hashlib.sha256(key).digest()).decode().rstrip('=')}"
-
-
-@contextmanager
-def time_limit(seconds: float) -> Iterator[None]:
-    """Context manager that interrupts the main thread after a number of seconds.
-
-    Args:
-        seconds: Time limit in seconds.
-
-    Raises:
-        SiteTimeoutError: If the time limit is exceeded.
-    """
-
-    def interrupt(number: int, frame: FrameType | None) -> None:
-        raise SiteTimeoutError(f"Replying to this message exceeded the site's limit of {seconds:g} s (limits.seconds).")
-
-    try:
-        before = signal.signal(signal.SIGALRM, interrupt)
-    except ValueError:  # not in the main thread
-        yield
-        return
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
