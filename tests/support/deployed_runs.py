@@ -91,8 +91,8 @@ def bytes_of_sums(place):
             up += sum(compact(values) for values in json.loads(frame.config.get("values", "[]")))
     down = sum(len(b.data) for _, frame in place.link.sent if frame.kind == "squares" for b in frame.arrays.values())
     for client, frame in place.link.received:
-        if balanced and "facts/class_counts" in frame.arrays and client not in settled:
-            up += len(frame.arrays["facts/class_counts"].data)
+        if balanced and "client_info/class_counts" in frame.arrays and client not in settled:
+            up += len(frame.arrays["client_info/class_counts"].data)
             settled[client] = 0
     for client, frame in place.link.sent:
         if frame.kind == "train":

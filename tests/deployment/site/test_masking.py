@@ -188,7 +188,7 @@ def test_runs_at_the_same_time_do_not_open_two_sums(tmp_path):
     one.record(1, (0, 1), "another")
     with pytest.raises(UnskewError, match="or from the same model"):
         one.record(2, (0, 1), "initial")
-    allowed = replace(two, most=2)
+    allowed = replace(two, max_runs=2)
     with pytest.raises(UnskewError, match="or from the same model"):
         allowed.record(0, (0, 1), "initial")
     allowed.record(0, (0, 1, 2), "initial")
