@@ -61,13 +61,13 @@ demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
 test: .venv/installed  ## every method and every promise, in about three minutes on two cores
-	$(TEST) -m "not slow"
+	$(TEST) -m "not slow" $(ARGS)
 
 test-unit: .venv/installed  ## the tests that start no process and no run, in less than 40 seconds on two cores
 	$(TEST) -m "unit and not slow"
 
-coverage: .venv/installed  ## the share of lines and branches that `make test` runs, which must not fall below that in pyproject.toml
-	$(TEST) -m "not slow" --cov --cov-report=term:skip-covered
+coverage:  ## `make test`, and the share of lines and branches that it runs, which must not fall below that in pyproject.toml
+	$(MAKE) test ARGS="--cov --cov-report=term:skip-covered"
 
 test-all: .venv/installed  ## the whole test suite, before a release
 	$(TEST)
