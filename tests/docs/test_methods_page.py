@@ -5,7 +5,7 @@ import re
 
 import pytest
 from support.federations import QUICK
-from support.pages import DOCS, built, section, table
+from support.pages import DOCS, ROOT, built, section, table
 
 import unskew
 from unskew.data.sources.registry import SampleTable, Source
@@ -24,6 +24,15 @@ def test_the_table_of_methods_lists_the_registry():
     rows = table(built(DOCS / "methods" / "index.md"))
     listed = [(re.search("`(.*?)`", row[0])[1], *row[1:]) for row in rows]
     assert listed == [(m["name"], ", ".join(m["slots"]), m["summary"], m["paper"]) for m in describe_all()]
+
+
+def test_the_readme_promises_no_more_methods_than_there_are():
+    """Privacy, compression and robust aggregation are not methods for skewed data."""
+    others = ("dp", "dpsgd", "compression", "robust", "smooth")
+    for_skew = [name for name, where in METHODS.items() if where.split(":")[0].split(".")[2] not in others]
+    promised = re.findall(r"\bmore than (\d+)\b", (ROOT / "README.md").read_text(), re.IGNORECASE)
+    assert promised
+    assert len(for_skew) > max(map(int, promised))
 
 
 def test_the_hooks_and_attributes_of_the_protocol_are_described():
