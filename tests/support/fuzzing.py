@@ -41,7 +41,7 @@ def fuzz(examples):
 
 def amounts(quick, slow):
     """How many cases: so many in the quick suite, so many in the slow one."""
-    return pytest.mark.parametrize("num_samples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
+    return pytest.mark.parametrize("examples", [quick, pytest.param(slow, marks=pytest.mark.slow)])
 
 
 # ---- values -----------------------------------------------------------------------------------------------------------
