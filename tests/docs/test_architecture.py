@@ -57,6 +57,19 @@ def test_the_pictures_of_the_packages_are_true():
     assert set(re.search(r'root\["(.*?)"\]', package)[1].split(", ")) == modules
 
 
+def test_the_files_of_a_run_define_what_the_steps_name():
+    text = (DOCS / "architecture.md").read_text().split("## A run, file by file")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| \d+ \| `(.*?)` \| (.*) \|$", text, re.M)
+    rows += [(file, f"`{name}`") for name, file in re.findall(r"`(\w+)` in `(\S+\.py)`", text)]
+    assert rows
+    for file, step in rows:
+        code = (ROOT / "unskew" / file).read_text()
+        first, *others = (name.split(".")[-1] for name in re.findall(r"`([A-Za-z_.]+)`", step))
+        assert re.search(rf"(def|class) {first}\b", code), f"docs/architecture.md: {file} does not define {first}"
+        for name in others:
+            assert re.search(rf"\b{name}\b", code), f"docs/architecture.md: {file} does not use {name}"
+
+
 def test_folders_inside_a_package_do_not_import_each_other_in_a_circle():
     packages = {path.parent for path in (ROOT / "unskew").rglob("*/__init__.py")}
     for folder in sorted(packages):

@@ -2,12 +2,14 @@
 
 import json
 import pickle
+import re
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from sklearn.metrics import roc_auc_score
+from support.pages import DOCS
 from support.running import Stop, StopAfter, assert_same_run, call
 from support.slow import as_slow
 from support.tolerance import near
@@ -325,15 +327,17 @@ def test_functions_of_files_need_trust_and_travel_to_other_processes(fed, tmp_pa
 
 
 def test_every_metric_has_one_entry_with_its_direction():
-    from unskew.tasks.metrics import METRICS
+    from unskew.tasks.metrics import METRICS, TWO_CLASSES
     from unskew.tasks.registry import TASKS
 
     named = {*METRICS, *(name for task in TASKS.values() for name in (task.scored, "loss", *task.extra_metrics))} - {
         "recall"
     }
     assert named <= set(KNOWN_METRICS)
+    concepts = (DOCS / "concepts.md").read_text()
+    assert {name for name in named if name not in TWO_CLASSES} <= set(re.findall(r"`(\w+)`", concepts))
     lower = {name for name, one in KNOWN_METRICS.items() if one.lower_is_better}
-    assert lower == {"loss", "mae", "rmse", "perplexity", "ece", "brier"}
+    assert lower == set(re.findall(r"`(\w+)`", re.search(r"For (.*), lower is better", concepts)[1]))
     assert {name for task in TASKS.values() for name in task.lower_is_better} <= lower
 
 

@@ -145,8 +145,7 @@ class Experiment(DataSpec):
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
     metrics: Annotated[tuple[MetricField, ...], METRIC, EVALUATION] = ()
-    """Additional metrics: auroc, auprc, f1, balanced_accuracy, ece, brier, observed_expected, calibration_slope, recall, or
-    functions ``f(y_true, scores)``."""
+    """Additional metrics, such as auroc, auprc, f1, brier or recall, or functions ``f(y_true, scores)``."""
     positive: Annotated[str | None, EVALUATION] = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
     objective: Annotated[ObjectiveField, METRIC, EVALUATION] = AUTO

@@ -1,1 +1,1 @@
-"""Data sources, data partitions, and batch transformations."""
+"""Federations, and how they are built from data sources, data partitions and splits; augmentation and normalization."""

@@ -1,4 +1,4 @@
-"""Options of methods that train a model on server data; by default the server uses the clients' budget."""
+"""Server rule with a budget for training a model on server data; by default it is the clients' budget."""
 
 from __future__ import annotations
 
