@@ -208,6 +208,7 @@ def test_a_run_that_starts_from_another_adds_its_privacy(tmp_path):
 
 
 @pytest.mark.usefixtures("one_key")
+@pytest.mark.filterwarnings("ignore:delta=0.1 is large")
 def test_an_update_that_is_not_finite_contributes_nothing(monkeypatch):
     monkeypatch.setattr(SecretKey, "within", lambda key, _: key)  # another method would draw other noise
     fed = blobs(SIZES)

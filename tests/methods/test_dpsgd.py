@@ -279,6 +279,7 @@ def test_each_client_has_the_noise_for_epsilon():
     assert run("dpsgd:noise=20,epsilon=6,delta=0.01", sizes=[8, 8], rounds=1).summary["epsilon"] < 6
 
 
+@pytest.mark.filterwarnings("ignore:The model did not change")
 def test_all_updates_that_arrived_are_counted():
     rule = DPSGD(noise=1.0)
     state = rule.server_init(torch.zeros(3), facts(4))

@@ -106,6 +106,7 @@ def test_other_rules_that_correct_for_classes_are_refused():
         run("fedlc", class_weights="balanced")
 
 
+@pytest.mark.filterwarnings("ignore:The model did not change")
 def test_clients_with_one_class_learn_nothing_and_a_warning_names_their_number():
     """The softmax over the client's only class is 1, so its loss is 0 for any model."""
     single = skewed(present=1)

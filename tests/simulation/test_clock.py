@@ -234,6 +234,7 @@ def test_invalid_traces_are_refused(trace, old, new, words):
         train({"trace": str(trace.with_name("none.csv"))})
 
 
+@pytest.mark.filterwarnings("ignore:The model did not change")
 def test_lost_updates_are_reported_and_diagnostics_of_one_round_accept_them(trace):
     with pytest.warns(UserWarning, match="missed network.deadline"):
         train({"trace": str(trace), "deadline": "0.5s"}, "fedals:alpha=1,split=1", rounds=3)
