@@ -60,7 +60,7 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
-test: .venv/installed  ## every method and every promise, in about three minutes on two cores
+test: .venv/installed  ## every method and every promise, in less than four minutes on two cores
 	$(TEST) -m "not slow" $(ARGS)
 
 test-unit: .venv/installed  ## the tests that start no process and no run, in less than 40 seconds on two cores
