@@ -63,7 +63,7 @@ demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 test: .venv/installed  ## every method and every promise, in less than four minutes on two cores
 	$(TEST) -m "not slow" $(ARGS)
 
-test-unit: .venv/installed  ## the tests that start no process and no run, in less than 40 seconds on two cores
+test-unit: .venv/installed  ## the tests of single modules that start no process and no run, in less than a minute on two cores
 	$(TEST) -m "unit and not slow"
 
 coverage:  ## `make test`, and the share of lines and branches that it runs, which must not fall below that in pyproject.toml

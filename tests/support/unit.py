@@ -25,6 +25,8 @@ STARTS = {
 STARTS |= {"check_rule", "check_engine", "check_data", "check_model"}  # of unskew.testing
 STARTS |= {"call", "main", "Process", "Popen", "exec"}  # programs and pages
 """Names of what starts runs and processes."""
+OTHER_FOLDERS = {"docs", "fuzz"}
+"""Folders of tests that do not test one module: pages and repository files, and random inputs of whole commands."""
 
 
 def names(code: CodeType) -> set[str]:
@@ -70,6 +72,8 @@ def is_unit(item) -> bool:
     """Whether a collected test is a unit test."""
     if not hasattr(item, "function"):
         return True  # an example in a docstring
+    if OTHER_FOLDERS & {*item.path.parts[len(Path(TESTS).parts) :]} or item.get_closest_marker("imports_much"):
+        return False
     fixtures = [one.func for defined in item._fixtureinfo.name2fixturedefs.values() for one in defined]
     return item.get_closest_marker("slow") is None and not starts(ours([item.function, *fixtures]))
 
