@@ -49,11 +49,14 @@ class FieldFlag:
 
 
 def field_flags(section: type[BaseModel] = Experiment, path: tuple[str, ...] = ()) -> Iterator[tuple[str, FieldFlag]]:
-    """Return name and flag of each field that is annotated with ``Flag``.
+    """Find the fields that are annotated with ``Flag``.
 
     Args:
         section: Section of the configuration.
         path: Name of the section; empty for the whole configuration.
+
+    Yields:
+        Name and flag of each.
     """
     for name, field in section.model_fields.items():
         kind = field.annotation

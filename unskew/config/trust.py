@@ -87,10 +87,13 @@ SPACE = NamesCode("code to import, the option {text!r}", no_import_path)
 
 
 def texts_in(value: object) -> Iterator[str]:
-    """Return all texts in a value, at any depth.
+    """Find all texts in a value, at any depth.
 
     Args:
         value: Value from a file; a model may be a mapping such as ``{"hf": "facebook/opt-125m"}``.
+
+    Yields:
+        Each text.
     """
     if isinstance(value, str):
         yield value

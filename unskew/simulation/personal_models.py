@@ -75,12 +75,15 @@ def serving_model(
 
 
 def stored_models(server: Server, personal: bool, clients: Sequence[int]) -> Served:
-    """Yield the model that serves each client, see ``serving_model``; new clients get the global model.
+    """Build the models that serve clients, see ``serving_model``; new clients get the global model.
 
     Args:
         server: Server after the last round.
         personal: Whether personal models, or local slices, replace the global model.
         clients: Clients to serve.
+
+    Yields:
+        The model of each client.
     """
     setup, final = server.setup, server.selection.evaluated
     for client in clients:
