@@ -74,7 +74,7 @@ def serving_model(
     return v, b
 
 
-def stored_models(server: Server, personal: bool, clients: Sequence[int]) -> Served:
+def stored_models(server: Server, personal: bool, clients: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Build the models that serve clients, see ``serving_model``; new clients get the global model.
 
     Args:
