@@ -126,14 +126,15 @@ def check_trusted(values: Mapping[str, Any], model: type[BaseModel], source: obj
             check_trusted(value, kind, source, remedy)
         for rule in field.metadata:
             if isinstance(rule, NamesCode):
-                check_texts(rule, value, source, remedy)
+                check_texts(rule, name, value, source, remedy)
 
 
-def check_texts(rule: NamesCode, value: object, source: object, remedy: str) -> None:
+def check_texts(rule: NamesCode, name: str, value: object, source: object, remedy: str) -> None:
     """Validate a value of an untrusted file.
 
     Args:
         rule: Annotation of the value's field.
+        name: Name of the field.
         value: The value.
         source: The file, for error messages.
         remedy: Advice how to trust the file.
@@ -144,7 +145,9 @@ def check_texts(rule: NamesCode, value: object, source: object, remedy: str) -> 
     for text in texts_in(value):
         if not rule.is_safe(text):
             what = rule.what.format(text=text)
-            raise ConfigError(f"{source} names {what}. To use it, set it yourself, or trust the file: {remedy}.")
+            raise ConfigError(
+                f"{name} in {source} names {what}. To use it, set {name} yourself, or trust the file: {remedy}."
+            )
 
 
 def check_spaces(spaces: Mapping[str, Any], source: object, remedy: str) -> None:
@@ -158,6 +161,6 @@ def check_spaces(spaces: Mapping[str, Any], source: object, remedy: str) -> None
     Raises:
         ConfigError: If a value of an option is an import path.
     """
-    for space in spaces.values():
+    for name, space in spaces.items():
         if not (isinstance(space, str) and parse_range(space)):
-            check_texts(SPACE, space, source, remedy)
+            check_texts(SPACE, name, space, source, remedy)
