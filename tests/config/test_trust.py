@@ -183,6 +183,16 @@ def test_spaces_of_a_file_do_not_run_code(folder, capsys):
     assert not (folder / "imported").exists()
 
 
+@pytest.mark.parametrize("value", [["head:1;+sent_module.Rule:2"], "head:1;+sent_module.Rule:2"])
+def test_a_value_of_a_space_does_not_become_another_method(folder, capsys, value):
+    Path("space.yaml").write_text(yaml.safe_dump({"fedals.periods": value}))
+    tune = ["tune", "fedals", "--data", "digits", "--model", "mlp", "--clients", 3, "--rounds", 1, "--trials", 1]
+    outcome = call(capsys, *tune, "--space", "space.yaml", "--out", "tuned")
+    assert outcome.code == 2
+    assert "is not one method with its options" in outcome.err
+    assert not (folder / "imported").exists()
+
+
 def fields(model=Experiment, prefix=()):
     """Every field of the configuration, by the names of its sections and its own, with its annotations."""
     for name, field in model.model_fields.items():

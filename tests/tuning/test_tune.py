@@ -152,6 +152,12 @@ def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written(
     assert "feddf.epochs" not in method_spaces("feddf:steps=3")
 
 
+@pytest.mark.parametrize("value", ["1+mine.Rule", "1 + scaffold", "0.5,mu=3", '"0.5"', " 1"])
+def test_values_that_would_be_read_as_more_than_one_option_are_rejected(value):
+    with pytest.raises(ConfigError, match="is not one method with its options|sets mu twice"):
+        apply_parameters("fedprox", {"fedprox.mu": value})
+
+
 def test_the_authors_options_of_a_published_composition_are_tuned_and_tried_first():
     published, written = "fedspeed+fedprox:mu=0.3", "fedsam:rho=0.1+feddyn:alpha=0.1+fedprox:mu=0.3"
     assert list(method_spaces(published)) == ["fedsam.rho", "feddyn.alpha"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
-from unskew.errors import ConfigError, unknown_name
+from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.expressions import Expression, parse_expression
 from unskew.methods.registry import COMPOSITIONS, check_expression, rule_class, written_parts
 from unskew.option_parsing import build_from_options, option_defaults
@@ -39,10 +39,20 @@ def split_expression(composition: str) -> list[tuple[str, dict[str, str]]]:
 def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     """Invert ``split_expression``.
 
+    Raises:
+        ConfigError: If the value of an option would be read as another option, or as another method.
+
     >>> join_expression(split_expression("fedprox:mu=0.1 + scaffold"))
     'fedprox:mu=0.1+scaffold'
     """
-    return "+".join(str(Expression(name, options=options)) for name, options in parts)
+    texts = [str(Expression(name, options=options)) for name, options in parts]
+    for text, (name, options) in zip(texts, parts, strict=True):
+        if written_parts(text) != [text] or parse_expression(text) != Expression(name, options=options):
+            raise ConfigError(
+                f"{short_repr(text)} is not one method with its options: a value contains a comma, quotes, blanks at an end, "
+                "or a plus sign before a letter. Use other values."
+            )
+    return "+".join(texts)
 
 
 def canonical_expression(composition: str) -> str:
