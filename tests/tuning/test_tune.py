@@ -154,7 +154,7 @@ def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written(
 
 @pytest.mark.parametrize("value", ["1+mine.Rule", "1 + scaffold", "0.5,mu=3", '"0.5"', " 1"])
 def test_values_that_would_be_read_as_more_than_one_option_are_rejected(value):
-    with pytest.raises(ConfigError, match="is not one method with its options|sets mu twice"):
+    with pytest.raises(ConfigError, match=r"is not one method with its options|sets mu twice"):
         apply_parameters("fedprox", {"fedprox.mu": value})
 
 
