@@ -29,7 +29,7 @@ from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for, run_experiment
 from unskew.seeding import derive, normal
 
-TRUST = "Pass trust_code=True if you trust it."
+TRUST = "add --trust-code (in Python trust_code=True)"
 
 
 def canary_direction(seed: int, client: int, like: Tensor) -> Tensor:
