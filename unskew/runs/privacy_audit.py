@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_config
-from unskew.config.trust import NOT_OF_MODEL
+from unskew.config.trust import NOT_OF_MODEL, TRUST
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path
 from unskew.methods.clipped_sum import round_down
@@ -28,8 +28,6 @@ from unskew.records.notebook import NotebookTable
 from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for, run_experiment
 from unskew.seeding import derive, normal
-
-TRUST = "add --trust-code (in Python trust_code=True)"
 
 
 def canary_direction(seed: int, client: int, like: Tensor) -> Tensor:
