@@ -53,11 +53,6 @@ class PreRunContext:
         """Number of rounds."""
         return self.plan.rounds
 
-    @property
-    def secure_aggregation(self) -> bool:
-        """Return whether the server sees only sums."""
-        return self.plan.masked
-
     @cached_property
     def spec(self) -> ModelSpec:
         """Layout of the model."""

@@ -130,7 +130,7 @@ def check_sampling(run: PreRunContext) -> list[str]:
             f"sampling=power-of-choice:{candidates} needs at least as many candidates as clients per round "
             f"({run.plan.cohort}) and at most all clients ({run.plan.clients}). Change the number or participation."
         )
-    if run.secure_aggregation:
+    if run.plan.masked:
         run.need_no_candidates("secure_aggregation=required")
     return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
 
