@@ -52,15 +52,14 @@ def load_client_state(broadcast: Broadcast) -> Broadcast:
     if broadcast.state_files is None:
         return broadcast
     read, write = map(Path, broadcast.state_files)
-    expected = read if broadcast.state_files[0] else write.parents[1]
-    if not (read.is_file() if broadcast.state_files[0] else expected.is_dir()):
+    stored = bool(broadcast.state_files[0])
+    expected = read if stored else write.parents[1]
+    if not (expected.is_file() if stored else expected.is_dir()):
         raise DataError(
             f"{os.uname().nodename} does not see {expected}, where clients' state "
             "is stored: put the run folder on a file system that all nodes share, or use ray.state=driver."
         )
-    return replace_fields(
-        broadcast, state=ClientState.of(load_file(read)) if broadcast.state_files[0] else ClientState()
-    )
+    return replace_fields(broadcast, state=ClientState.of(load_file(read)) if stored else ClientState())
 
 
 def store_client_state(broadcast: Broadcast, update: Update) -> Update:

@@ -29,7 +29,7 @@ class DataRule(Rule):
             workspace: Folder, device, warnings and progress reports of the run.
 
         Returns:
-            Tensors of each client by name, and metrics of them for the run summary. In simulations, finished data for
+            Tensors of each client by name, and entries about them for the run summary. In simulations, finished data for
             all clients may be returned instead; then nothing is exchanged.
         """
         return ClientPayloads()

@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what they contain besides the server, and from which one the run starts."""
+"""Checkpoints of a run: their content in addition to the server, and the one from which the run starts."""
 
 from __future__ import annotations
 

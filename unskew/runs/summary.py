@@ -58,7 +58,7 @@ def summarize(
     """
     federation, spec = prepared.federation, server.setup.spec
     method, info = server.setup.method, server.setup.federation_info
-    task, own = federation.objective, {figure.name for figure in server.setup.rule.summary_metrics}
+    task, own = federation.objective, {metric.name for metric in server.setup.rule.summary_metrics}
     traffic, history = server.traffic.total, recorder.history
     final, objective = {**history[-1], **closing}, metrics.objective
     if closing:
@@ -226,10 +226,10 @@ def client_rows(
         constants: Metrics of a constant prediction by client, with their prefix, or None.
         complete: Scores of the final model on all samples of clients that train on none, or None.
     """
-    round_values = scores.by_client()
+    values_by_client = scores.by_client()
     further = [other.by_client(prefix) for prefix, other in (("personal_", personal), (ALL_SAMPLES, complete)) if other]
     for k, values in chain.from_iterable(metrics.items() for metrics in (*further, constants or {})):
-        round_values.setdefault(k, {}).update(values)
+        values_by_client.setdefault(k, {}).update(values)
     clients, names = federation.clients, federation.client_names
     has_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
     classes = [str(c) for c in range(federation.classes)]
@@ -244,10 +244,10 @@ def client_rows(
     if isinstance(clients, ArrayClients):
         num_samples, held_out = federation.sizes, clients.offsets[1:] - clients.splits
         few = len(clients) <= MOST_CLIENTS
-        listed = range(len(clients)) if few else sorted({*took_part, *round_values})
+        listed = range(len(clients)) if few else sorted({*took_part, *values_by_client})
         sizes = {k: (int(num_samples[k]), int(held_out[k])) for k in listed}
     else:
-        sizes = {k: (clients[k].num_samples, len(clients[k].y_test)) for k in round_values}
+        sizes = {k: (clients[k].num_samples, len(clients[k].y_test)) for k in values_by_client}
     return [
         {
             "client": k,
@@ -256,8 +256,8 @@ def client_rows(
             "samples": samples,
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
-            **({"support": support(k)} if has_support and k in round_values and num_held_out else {}),
-            **finite_or_none(round_values.get(k, {})),
+            **({"support": support(k)} if has_support and k in values_by_client and num_held_out else {}),
+            **finite_or_none(values_by_client.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()
     ]

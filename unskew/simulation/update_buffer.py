@@ -23,7 +23,7 @@ AVERAGED_METRICS = ("loss", "setup_seconds", "train_seconds")
 RESERVED_METRICS = {
     *("round", "accuracy", "bytes_up", "bytes_down", "seconds", "cohort", "updates", "skipped", "discarded"),
     *("train_loss", "in_flight", "lr", "seconds_simulated", "late", *AVERAGED_METRICS),
-    *(figure for task in TASKS.values() for figure in (task.scored, *task.extra_metrics)),
+    *(metric for task in TASKS.values() for metric in (task.scored, *task.extra_metrics)),
 }
 """Names of round metrics that are reserved for the core."""
 
@@ -76,11 +76,11 @@ class CollectedUpdates:
         return {"count": sums.count, "weight": sums.weight, "num_samples": sums.num_samples, "updates": single}
 
     def restore(self, tensors: Tensors, stored: dict[str, Any], device: torch.device) -> None:
-        """Restore the output of ``tensors`` and ``stored``.
+        """Restore the output of ``tensors`` and ``fields``.
 
         Args:
             tensors: Stored tensors by name.
-            stored: Stored plain values.
+            stored: Stored fields.
             device: Device of the updates.
         """
         parts: dict[str, Tensors] = {}
