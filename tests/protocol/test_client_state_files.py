@@ -118,7 +118,7 @@ def beyond(broadcast, spec, off):
 @pytest.mark.parametrize("chosen", ["fedrep", "fedals:alpha=4"])
 def test_a_client_reads_of_a_broadcast_only_what_is_sent_and_what_all_know_from_the_beginning(chosen, newcomer):
     sim = sliced(chosen, 1)
-    client = next(k for k in range(4) if (k not in sim.server.clients.last) is newcomer)
+    client = next(k for k in range(4) if (k not in sim.server.clients.last_rounds) is newcomer)
     broadcast = sim.server.broadcaster.broadcast(1, client)
     assert bool(broadcast.initial) is (newcomer and chosen == "fedrep")
     poisoned = beyond(broadcast, sim.spec, float("nan"))
@@ -134,7 +134,7 @@ def test_a_client_reads_of_a_broadcast_only_what_is_sent_and_what_all_know_from_
 def test_of_slices_that_a_client_sends_but_was_not_sent_its_own_values_matter():
     """The body is due, but the client has its own: what the update stands for is the client's model, ``delta + v``."""
     sim = sliced("fedals:alpha=3", 2)
-    client = next(k for k, last in sim.server.clients.last.items() if last == 1)
+    client = next(k for k, last in sim.server.clients.last_rounds.items() if last == 1)
     broadcast = sim.server.broadcaster.broadcast(2, client)
     assert broadcast.up != broadcast.down
     poisoned = beyond(broadcast, sim.spec, 1000.0)

@@ -48,7 +48,7 @@ def test_a_sum_moves_the_model_and_the_rules_as_its_updates_do(method):
             assert_close(joint.server.state.rules[name][entry], tensor, TRAINING)
     assert found["updates"] == expected["updates"] == len(SIZES)
     assert found["train_loss"] == pytest.approx(expected["train_loss"])
-    assert joint.server.clients.last == single.server.clients.last
+    assert joint.server.clients.last_rounds == single.server.clients.last_rounds
     assert joint.server.traffic.total == single.server.traffic.total  # 8 bytes for a number in float64, and if masked
 
 
@@ -69,4 +69,4 @@ def test_without_a_usable_sum_the_model_does_not_change(fields):
     found = run.server.aggregator.step(0, [summed(updates, unusable=(0,), **fields)])
     assert torch.equal(run.server.state.v, before)
     assert found["updates"] == 0
-    assert run.server.clients.last == {}
+    assert run.server.clients.last_rounds == {}

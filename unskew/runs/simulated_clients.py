@@ -143,13 +143,13 @@ class SimulatedClients:
             return parts.evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and parts.spec.buffer_sizes
-        scores = evaluate(partial(personal_models.stored_models, server, False) if own_statistics else None)
+        scores = evaluate(partial(personal_models.stored_models, server, personal=False) if own_statistics else None)
         own: ClientScores | None = None
         if personal_models.has_fine_tuning(parts.method):
             tuned = partial(personal_models.fine_tuned_models, server, engine, config.rounds, parts.sampler.size)
             own = evaluate(kept_personal_models(tuned, parts.folder, parts.recorder.warn))
         elif personal_models.has_personal_models(parts.method, parts.spec):
-            own = evaluate(partial(personal_models.stored_models, server, True))
+            own = evaluate(partial(personal_models.stored_models, server, personal=True))
         federation = parts.evaluator.federation
         attackers = () if parts.attackers is None else parts.attackers.clients
         more, unseen_rows = self._score_unseen() if federation.unseen else ({}, [])
@@ -158,7 +158,7 @@ class SimulatedClients:
         constants, on_test = parts.evaluator.client_constants(scores), parts.evaluator.test_constant()
         judged = [metric.name for metric in parts.metrics.judging if math.isfinite(on_test.get(metric.name, math.nan))]
         metrics |= {f"constant_{name}": on_test[name] for name in judged}
-        rows = client_rows(federation, scores, own, server.clients.last, attackers, constants)
+        rows = client_rows(federation, scores, own, server.clients.last_rounds, attackers, constants)
         return metrics | more, [*rows, *unseen_rows]
 
     def _score_unseen(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:

@@ -52,7 +52,7 @@ class Broadcaster:
             round: Round of the broadcast.
             client: Client number.
         """
-        return self.exchange.slices(self.state.rules, round, client, self.clients.last.get(client))
+        return self.exchange.slices(self.state.rules, round, client, self.clients.last_rounds.get(client))
 
     def model(self, round: int) -> Tensor:
         """Return the model that clients have after the broadcast of a round, ``[d]``."""
@@ -96,7 +96,7 @@ class Broadcaster:
         parted = setup.method.sync is not None or changes_updates(setup.method.client)
         model = self.model(round), self.state.b
         report = self.wants_models and parted and evaluated
-        broadcast = self.message(round, client, model, *self.slices(round, client), weight, report=report)
+        broadcast = self._message(round, client, model, *self.slices(round, client), weight, report=report)
         # If only slices are exchanged, a client may start from its own buffers.
         buffers = "sent_statistics" in setup.needs and setup.buffers == "average" and setup.method.sync is None
         if "sent_model" in setup.needs or buffers:
@@ -115,7 +115,7 @@ class Broadcaster:
         weights = zip(cohort, self.setup.federation_info.cohort_weights(cohort), strict=True)
         self.traffic.count_models(round, [(client, self.slices(round, client)[0]) for client in cohort])
         blank = {"closing": True, "keeps_optimizer": False, "download": {}}
-        return [self.message(round, k, model, None, (), weight, **blank) for k, weight in weights]
+        return [self._message(round, k, model, None, (), weight, **blank) for k, weight in weights]
 
     def loss_questions(self, round: int, candidates: Sequence[int]) -> list[Broadcast]:
         """Create messages that ask clients for the mean loss of the model of a round, and count their bytes.
@@ -127,7 +127,7 @@ class Broadcaster:
         model = self.model(round), self.state.b
         downs = [(client, self.slices(round, client)[0]) for client in candidates]
         self.traffic.count_models(round, downs)
-        return [self.message(round, client, model, down, (), asks_loss=True) for client, down in downs]
+        return [self._message(round, client, model, down, (), asks_loss=True) for client, down in downs]
 
     def final_broadcast(self, round: int, client: int, final: ModelPair) -> Broadcast:
         """Create a broadcast of the final model for fine-tuning; the result is only reported, and no bytes are counted.
@@ -140,7 +140,7 @@ class Broadcaster:
         sync = self.setup.method.sync
         own = () if sync is None else sync.local_slices(self.setup.spec)
         down = complement_slices(own, len(final[0])) if own else None
-        return self.message(round, client, final, down, (), report=True, keeps_optimizer=False)
+        return self._message(round, client, final, down, (), report=True, keeps_optimizer=False)
 
     def closing_broadcast(self, round: int, client: int, final: ModelPair) -> Broadcast:
         """Create a broadcast of the final model for the surveys after the last round, and count its bytes.
@@ -150,11 +150,11 @@ class Broadcaster:
             client: Client number.
             final: Final model and its buffers.
         """
-        broadcast = self.message(round, client, final, None, (), closing=True, keeps_optimizer=False)
+        broadcast = self._message(round, client, final, None, (), closing=True, keeps_optimizer=False)
         self.traffic.count_final_model(broadcast)
         return broadcast
 
-    def message(
+    def _message(
         self,
         round: int,
         client: int,
@@ -164,19 +164,9 @@ class Broadcaster:
         weight: float | None = None,
         **fields: Any,
     ) -> Broadcast:
-        """Create a broadcast without counting it.
-
-        Args:
-            round: Number of the round, from 0.
-            client: Client number.
-            model: Model and its buffers.
-            down: Slices that the client downloads; None for all.
-            up: Slices that the client uploads; None for all.
-            weight: Client's aggregation weight; None for its weight in a cohort of its own.
-            **fields: Further fields of the broadcast.
-        """
+        """Create a broadcast without counting it; ``weight`` is by default the client's weight in a cohort of its own."""
         info, (v, b) = self.setup.federation_info, model
-        accepted, (state, file) = self.clients.last.get(client), self.clients.store.state_or_file(client)
+        accepted, (state, file) = self.clients.last_rounds.get(client), self.clients.store.state_or_file(client)
         if weight is None:  # after the last round; unseen clients have no weight of their own
             weight = info.cohort_weights([client])[0] if client < info.clients else 1.0
         rules = self.state.rules

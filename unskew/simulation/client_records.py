@@ -33,14 +33,14 @@ class ClientRecords:
     Attributes:
         store: State of the clients.
         cache: Last updates of the clients.
-        last: Round of each client's last applied update.
+        last_rounds: Round of each client's last applied update.
         sent: Broadcasts to clients in flight, for rules that need them.
     """
 
     def __init__(self, store: ClientStore | None = None, cache: ClientStore | None = None):
         self.store = ClientStore() if store is None else store  # an empty store is falsy
         self.cache = ClientStore() if cache is None else cache
-        self.last: dict[int, int] = {}
+        self.last_rounds: dict[int, int] = {}
         self.sent: dict[int, SentModel] = {}
 
     def tensors(self) -> Tensors:
@@ -64,18 +64,18 @@ class ClientRecords:
         """Remove and return what a client has trained from."""
         return self.sent.pop(client, SentModel(0, 0))
 
-    def lost(self, client: int) -> None:
+    def drop_sent(self, client: int) -> None:
         """Forget the broadcast to a client that dropped out and will send no update."""
         self.sent.pop(client, None)
 
     def forget(self, client: int) -> None:
         """Treat a client that has lost its state as a new one."""
-        self.last.pop(client, None)
+        self.last_rounds.pop(client, None)
 
     def accept(self, update: AcceptedUpdate) -> None:
         """Store the client's state and the round of its update."""
         self.store.keep(update.client, update.state, update.file)
-        self.last[update.client] = update.round
+        self.last_rounds[update.client] = update.round
 
     def put_last_update(self, update: Update) -> None:
         """Store a client's last applied update."""
@@ -91,11 +91,12 @@ class ClientRecords:
         delta = self.cache.get(client).get("delta")
         return None if delta is None else delta.to(device)
 
-    def restore(self, last: Mapping[str, int], sent: Mapping[int, SentModel]) -> None:
+    def restore(self, last_rounds: Mapping[str, int], sent: Mapping[int, SentModel]) -> None:
         """Restore the records except the stores.
 
         Args:
-            last: Round of each client's last applied update, by client as a string.
+            last_rounds: Round of each client's last applied update, by client as a string.
             sent: Broadcasts to clients in flight.
         """
-        self.last, self.sent = {int(client): round for client, round in last.items()}, dict(sent)
+        self.last_rounds = {int(client): round for client, round in last_rounds.items()}
+        self.sent = dict(sent)

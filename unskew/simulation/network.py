@@ -110,7 +110,7 @@ class Network:
                 self._hold(update)
             else:
                 clock.num_late += 1
-                clock.server.clients.lost(update.client)
+                clock.server.clients.drop_sent(update.client)
         clock.end_round()
 
     def _hold(self, update: Update, arrival: int = -1) -> None:

@@ -74,13 +74,13 @@ def serving_model(
     return v, b
 
 
-def stored_models(server: Server, personal: bool, clients: Sequence[int]) -> Iterator[tuple[Tensor, Tensor]]:
+def stored_models(server: Server, clients: Sequence[int], personal: bool) -> Iterator[tuple[Tensor, Tensor]]:
     """Build the models that serve clients, see ``serving_model``; new clients get the global model.
 
     Args:
         server: Server after the last round.
-        personal: Whether personal models, or local slices, replace the global model.
         clients: Clients to serve.
+        personal: Whether personal models, or local slices, replace the global model.
 
     Yields:
         The model of each client.
@@ -112,5 +112,5 @@ def fine_tuned_models(
         part = clients[first : first + at_once]
         create, final = server.broadcaster.final_broadcast, server.selection.evaluated
         updates = engine.train([create(round, client, final) for client in part])
-        for update, before in zip(updates, stored_models(server, True, part), strict=True):
+        for update, before in zip(updates, stored_models(server, part, personal=True), strict=True):
             yield (update.report["v"], update.buffers) if update.is_finite() else before

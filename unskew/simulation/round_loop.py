@@ -85,7 +85,7 @@ def run_rounds(
                 broadcasts = server.broadcaster.broadcasts(t, cohort, sends_models(t))
                 dropped = {k for k in cohort if network.drops(t, k)}
                 for k in dropped:
-                    server.clients.lost(k)
+                    server.clients.drop_sent(k)
                 trained = [broadcast for broadcast in broadcasts if broadcast.client not in dropped]
                 results: Iterable[Update] = train_clients(engine, trained)
                 if attackers is not None:

@@ -111,7 +111,7 @@ class TrafficMeter:
 
     def _model_bytes(self, round: int, client: int, down: Slices | None) -> int:
         """Return the bytes of the model for one client: the codes that it has missed, or the whole model if smaller."""
-        full_size, last = slice_bytes(down, self.state.v), self.clients.last.get(client)
+        full_size, last = slice_bytes(down, self.state.v), self.clients.last_rounds.get(client)
         compressor = self.setup.compressor
         if compressor is None or last is None:
             return full_size
@@ -162,15 +162,15 @@ class TrafficMeter:
             upload: Extra tensors that the client sends; None for those of the update.
         """
         setup, d = self.setup, update.delta
-        statistics = 0 if setup.buffers == "local" else buffer_bytes(setup.spec, up, update.buffers)
+        buffers = 0 if setup.buffers == "local" else buffer_bytes(setup.spec, up, update.buffers)
         if isinstance(update, SummedUpdate) or setup.federation_info.plan.masked:
             extra = update.upload if upload is None else upload
             uploads = sum(t.numel() for tensors in extra.values() for t in tensors.values())
             numbers = uploads + (slices_length(up, len(d)) if self._sends_model else 0)
             return MASKED_NUMBER * numbers, MASKED_NUMBER * update.buffers.numel()
         if update.sent_bytes is not None:
-            return update.sent_bytes, statistics
-        return (slice_bytes(up, d) if self._sends_model else 0) + extra_bytes(update.upload, up, d), statistics
+            return update.sent_bytes, buffers
+        return (slice_bytes(up, d) if self._sends_model else 0) + extra_bytes(update.upload, up, d), buffers
 
     def count_update(self, update: Update | SummedUpdate, client: int, up: Slices | None) -> None:
         """Count one client's update, see ``upload_sizes``.
@@ -182,8 +182,8 @@ class TrafficMeter:
         """
         unusable = client in update.unusable
         report = {} if unusable else update.report
-        sent, statistics = self.upload_sizes(update, up, {} if unusable else None)
-        self.total.count(client, "up", sent, statistics)
+        sent, buffers = self.upload_sizes(update, up, {} if unusable else None)
+        self.total.count(client, "up", sent, buffers)
         self.total.reports += num_bytes(report.values())
         if self.setup.buffers == "local" or report:  # all other buffers are averaged only for evaluation
-            self.total.reports += num_bytes([update.buffers]) - statistics
+            self.total.reports += num_bytes([update.buffers]) - buffers

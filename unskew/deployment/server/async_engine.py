@@ -41,7 +41,7 @@ class AsyncFlowerEngine(FlowerEngine):
             for client in self.talk.requests.keys() & sites.barred:
                 self.talk.drop(client)
                 self.flying.pop(client)
-                self.server.clients.lost(client)
+                self.server.clients.drop_sent(client)
             sites.await_replies(self.talk.requests)
             sites.check_stopped()
             answers = self.talk.step()
@@ -51,7 +51,7 @@ class AsyncFlowerEngine(FlowerEngine):
                     self.norms[client] = tensor_norms(update)
                 if update is None or self.too_large(self.norms, [client], [broadcast]):
                     self.norms.pop(client, None)
-                    self.server.clients.lost(client)
+                    self.server.clients.drop_sent(client)
                 else:
                     done += 1
                     yield update

@@ -142,7 +142,7 @@ class FlowerEngine:
         for broadcast in broadcasts:  # aggregated in broadcast order, regardless of the order of arrival
             update = arrived.take(broadcast.client) if broadcast.client in arrived else None
             if update is None or broadcast.client in too_large:
-                self.server.clients.lost(broadcast.client)
+                self.server.clients.drop_sent(broadcast.client)
             else:
                 yield update
         arrived.close()

@@ -62,7 +62,7 @@ class MaskedEngine(FlowerEngine):
             self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", opened.tensors)))
         for broadcast in broadcasts:
             if broadcast.client not in (*opened.clients, *opened.unusable):
-                self.server.clients.lost(broadcast.client)
+                self.server.clients.drop_sent(broadcast.client)
         if opened.clients or opened.unusable:
             yield self._update(broadcasts, opened, weight)
 
@@ -100,7 +100,7 @@ class MaskedEngine(FlowerEngine):
             left = {}
             for sent in broadcasts:
                 if sent.client not in barred:  # who has lost its state is a new participant at the next attempt
-                    current = replace(sent, accepted=self.server.clients.last.get(sent.client))
+                    current = replace(sent, accepted=self.server.clients.last_rounds.get(sent.client))
                     left[sent.client] = encode_broadcast(current, self.wire_context, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:

@@ -116,7 +116,7 @@ class SiteClients(SimulatedClients):
         """Return the engine that trains at the sites."""
         server = self.parts.server
         for client in [*server.clients.sent]:
-            server.clients.lost(client)  # these updates were pending when the run was interrupted
+            server.clients.drop_sent(client)  # these updates were pending when the run was interrupted
         return self.engine, EngineChoice("flower", 0)
 
     def sends_model(self, t: int) -> bool:
@@ -189,7 +189,7 @@ class SiteClients(SimulatedClients):
             # Estimate from the accuracy per class, because the server knows each site's class counts.
             scores = parts.evaluator.evaluate_clients(*server.selection.evaluated, most, config.seed)
         metrics = client_metrics(scores, own, parts.metrics, federation.client_names)
-        return metrics, client_rows(federation, scores, own, server.clients.last)
+        return metrics, client_rows(federation, scores, own, server.clients.last_rounds)
 
     def _scores(self, found: dict[int, dict[str, float]], which: str) -> ClientScores:
         if not found:
