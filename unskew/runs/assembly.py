@@ -125,14 +125,13 @@ def assemble(
     sampler = Sampler(
         plan.clients, plan.participation, config.seed, plan.sampling, plan.candidates, sizes=sizes, secret=secret
     )
-    observed = any(figure.diagnosis in config.diagnose for figure in rule.summary_metrics)
+    observed = any(metric.diagnosis in config.diagnose for metric in rule.summary_metrics)
     trainer = ServerTrainer(
         spec, federation, plan.training, device, sampler.size, observed, "samples" if callable(weights) else weights
     )
     info = replace(prepared.federation_info, plan=plan, weights=weights)
     noise = NoiseSource(config.seed, secret)
-    known = ServerSetup(method, rule, spec, info, config.buffers, config.seed, trainer, noise)
-    server = Server(known, store, cache)
+    server = Server(ServerSetup(method, rule, spec, info, config.buffers, config.seed, trainer, noise), store, cache)
     traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
     for client, (up, down) in (*traffic, *prepared.traffic):
         server.traffic.total.count(client, "up", up, 0)
@@ -164,7 +163,7 @@ def assemble(
     if config.attack is not None:
         eta = rule.eta if isinstance(rule, FedAvg) else 1.0
         attackers = Attackers(config.attack, len(federation.clients), config.seed, eta)
-        server.observed.update(attack=attackers.state)
+        server.observed["attack"] = attackers.state
     return RunParts(
         config=config,
         prepared=prepared,
@@ -233,6 +232,5 @@ def make_clock(run: ResolvedRun, server: Server) -> Clock:
         speeds = draw_speeds(network.speeds, clients, seed)
     else:
         speeds = read_speeds(Path(network.trace), clients)
-    if network.deadline is None:
-        return Clock(server, speeds, None, accepts_late=False)
-    return Clock(server, speeds, parse_quantity(network.deadline, "deadline"), run.accepts_late)
+    deadline = None if network.deadline is None else parse_quantity(network.deadline, "deadline")
+    return Clock(server, speeds, deadline, run.accepts_late)

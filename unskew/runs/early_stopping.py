@@ -168,4 +168,4 @@ class BestModelKeeper:
     def take(self) -> None:
         """Make the best model the final model of the run."""
         if self.active:
-            self.server.selection.finish_with_best()
+            self.server.selection.finish(self.server.selection.best)

@@ -18,9 +18,8 @@ from unskew.protocol.updates import CombinedUpdate, Updates
 from unskew.secret_draws import NoiseSource
 from unskew.seeding import derive
 from unskew.simulation.broadcaster import Broadcaster
-from unskew.simulation.client_records import ClientRecords
 from unskew.simulation.model_selection import ModelSelection
-from unskew.simulation.server_state import ServerSetup, ServerState, state_tensors
+from unskew.simulation.server_state import state_tensors
 from unskew.simulation.update_buffer import (
     CollectedUpdates,
     UpdateBuffer,
@@ -63,18 +62,17 @@ class Aggregator:
 
     Args:
         broadcaster: Sends the model that the clients train from.
-        clients: Records of the clients.
         selection: Model that is evaluated.
 
     Attributes:
         skipped: Updates that were skipped.
     """
 
-    def __init__(self, broadcaster: Broadcaster, clients: ClientRecords, selection: ModelSelection):
-        self.setup: ServerSetup = broadcaster.setup
-        self.state: ServerState = broadcaster.state
+    def __init__(self, broadcaster: Broadcaster, selection: ModelSelection):
+        self.setup = broadcaster.setup
+        self.state = broadcaster.state
+        self.clients = broadcaster.clients
         self.broadcaster = broadcaster
-        self.clients = clients
         self.selection = selection
         self.skipped = SkippedUpdates()
         self._noise = self.setup.noise or NoiseSource(self.setup.seed)
@@ -187,7 +185,7 @@ class Aggregator:
         server_rule = current.server_rule
         rules = current.rules
         b = current.b
-        done = None
+        rule_b = None  # buffers that the server rule returned
         others = (part for part in method.rules if part is not method.sync)
         if method.sync is not None and intake.unequal and any("individual" in part.needs for part in others):
             raise ConfigError(
@@ -200,9 +198,9 @@ class Aggregator:
             rules = self._combine(round, intake)
         for gathered in intake.for_rule():
             with self._meter():
-                new_state = rule.step(server_rule, self.updates(round, gathered, b if done is None else done))
+                new_state = rule.step(server_rule, self.updates(round, gathered, b if rule_b is None else rule_b))
             check_state(f"{rule.name}.step", new_state, current.v, current.b)
-            done = new_state.get("b", done)
+            rule_b = new_state.get("b", rule_b)
             new_state = {name: t for name, t in new_state.items() if name != "b"}
             server_rule = self.broadcaster.exchange.only_sent(gathered.aggregate.sent, new_state, server_rule)
         sums = intake.round_updates.aggregate
@@ -210,11 +208,11 @@ class Aggregator:
             all_updates = self.updates(round, intake.round_updates, current.b)
             rules = {half.name: half.server_update(rules[half.name], all_updates) for half in method.halves}
             # Buffers of updates that wait in the server's buffer move together with the model.
-            if done is None:
-                done = b if rule.updates_per_step is not None and sums.buffer_change is not None else sums.buffers
-            b = done if sums.sent is None else torch.where(sums.sent[1], done, b)
-        elif done is not None:
-            b = done
+            if rule_b is None:
+                rule_b = b if rule.updates_per_step is not None and sums.buffer_change is not None else sums.buffers
+            b = rule_b if sums.sent is None else torch.where(sums.sent[1], rule_b, b)
+        elif rule_b is not None:
+            b = rule_b
         after = state_tensors(server_rule, rules, b)
         before = state_tensors(current.server_rule, current.rules, current.b)
         both = [name for name in before if name in after]
@@ -266,7 +264,7 @@ class Aggregator:
             b_global=b,
             spec=setup.spec,
             key=torch.tensor(derive(setup.seed, "server", round), device=self.state.v.device),
-            server_training=setup.at_server and setup.at_server.in_round(round),
+            server_training=setup.server_training and setup.server_training.in_round(round),
             version=self.state.version,
             arrivals=collected.arrivals,
             plan=setup.federation_info.plan,

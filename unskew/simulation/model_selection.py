@@ -51,18 +51,9 @@ class ModelSelection:
         v, b = self.evaluated
         self.best = v.clone(), b.clone()
 
-    def finish(self, v: Tensor, b: Tensor) -> None:
-        """Return this model at the end of the run.
-
-        Args:
-            v: Model, ``[d]``.
-            b: Buffers, ``[m]``.
-        """
-        self.finished = v, b
-
-    def finish_with_best(self) -> None:
-        """Return the best model, if there is one, at the end of the run."""
-        self.finished = self.best
+    def finish(self, model: ModelPair | None) -> None:
+        """Return this model at the end of the run; None returns that of the last round."""
+        self.finished = model
 
     def restore(self, mean: ModelPair | None, best: ModelPair | None) -> None:
         """Restore the mean model and the best model.

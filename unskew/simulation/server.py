@@ -42,7 +42,7 @@ class Server:
         self.traffic = TrafficMeter(setup, self.state, self.clients)
         self.broadcaster = Broadcaster(setup, self.state, self.clients, self.traffic)
         self.selection = ModelSelection(self.state)
-        self.aggregator = Aggregator(self.broadcaster, self.clients, self.selection)
+        self.aggregator = Aggregator(self.broadcaster, self.selection)
         self.observed: dict[str, Tensors] = {"attack": {}, "measured": {}}
 
     def tensors(self) -> Tensors:
@@ -117,4 +117,4 @@ class Server:
                 updates = self.aggregator.updates(round, collected, self.state.b, v)
                 model = rule.server_update(self.state.rules[rule.name], updates).get(EVALUATED)
                 if model is not None and bool(model.isfinite().all()):
-                    self.selection.finish(model, b)
+                    self.selection.finish((model, b))

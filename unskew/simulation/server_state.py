@@ -29,7 +29,7 @@ class ServerSetup:
         federation_info: Server's information about the federation, with the client weighting.
         buffers: Treatment of normalization buffers, see ``Buffers``.
         seed: Seed of the run.
-        at_server: Resources for training at the server; None if no rule needs them.
+        server_training: Resources for training at the server; None if no rule needs them.
         noise: Source of the server's noise; None derives it from the seed.
     """
 
@@ -39,7 +39,7 @@ class ServerSetup:
     federation_info: FederationInfo
     buffers: Buffers = "average"
     seed: int = 0
-    at_server: ServerTraining | None = None
+    server_training: ServerTraining | None = None
     noise: NoiseSource | None = None
 
     @cached_property
@@ -51,15 +51,6 @@ class ServerSetup:
     def compressor(self) -> ClientRule | None:
         """Client rule that compresses the broadcast model, or None."""
         return next((rule for rule in self.method.client if rule.compresses_broadcast), None)
-
-    def initial_rules(self, v: Tensor) -> dict[str, Tensors]:
-        """Return the initial server state of the rules other than the server rule, by name.
-
-        Args:
-            v: Initial model, ``[d]``.
-        """
-        rules = {rule.name: rule.server_init(v, self.federation_info) for rule in self.method.halves}
-        return self.with_broadcast_model(rules, v)
 
     def with_broadcast_model(self, rules: dict[str, Tensors], v: Tensor) -> dict[str, Tensors]:
         """Add the model that clients have before the first broadcast, if a rule compresses broadcasts and has none.
@@ -94,7 +85,8 @@ class ServerState:
         v, self.b = setup.spec.flatten(), setup.spec.flatten_buffers()
         self.server_rule = setup.rule.init(v, setup.federation_info)
         check_state(f"{setup.rule.name}.init", self.server_rule, v, self.b)
-        self.rules = setup.initial_rules(self.v)
+        rules = {half.name: half.server_init(self.v, setup.federation_info) for half in setup.method.halves}
+        self.rules = setup.with_broadcast_model(rules, self.v)
         self.waiting = empty_updates(setup.method, setup.rule)
         self.version = 0
         self.changed = False
