@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from functools import partial, reduce
+from functools import cached_property, partial, reduce
 from typing import Any, TypeVar
 
 import torch
@@ -154,6 +154,10 @@ class LocalTrainer:
             "full_gradient" in rule.needs and rule.survey_at != "asked" for rule in setup.rules
         )
 
+    @cached_property
+    def _rejects_single_samples(self) -> bool:
+        return rejects_single_samples(self.setup.spec, self.setup.device)
+
     def full_gradient(self, broadcast: Broadcast) -> Tensor:
         """Compute the gradient of the client's mean loss at its initial model, ``[d]``."""
         client, device = self.setup.federation.clients[broadcast.client], self.setup.device
@@ -257,7 +261,7 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
-        if any(len(index) == 1 for index in plan.batches) and rejects_single_samples(setup.spec, device):
+        if any(len(index) == 1 for index in plan.batches) and self._rejects_single_samples:
             raise single_sample_error(setup.federation.client_title(broadcast.client))
         inputs = move_to(self.inputs_of(broadcast, plan), device)
         self.model.start(inputs["b_global"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 
 from unskew.attacks.attackers import check_attack, draw_attackers
@@ -17,7 +17,6 @@ from unskew.methods.dp_sites import site_noise
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
-from unskew.models.spec import ModelSpec
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS
@@ -64,7 +63,17 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
                 f"secure_aggregation=required lets it see only sums. Exclude the column (--exclude {coded[0]}), or turn "
                 "secure aggregation off."
             )
-    run = run_context(config, federation, partial(initial_spec, config, federation, model, method), method)
+    run = PreRunContext(
+        federation=federation,
+        build=partial(initial_spec, config, federation, model, method),
+        plan=make_round_plan(config, len(federation.clients), method),
+        delayed=config.network.delay != "none",
+        diagnose=config.diagnose,
+        base_run=config.base_run,
+        client_weighting=config.client_weighting,
+        buffers=config.buffers,
+        save_samples=config.save_samples,
+    )
     if callable(method.weights) and config.client_weighting != "auto":
         raise ConfigError(
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
@@ -133,30 +142,6 @@ def check_sampling(run: PreRunContext) -> list[str]:
     if run.plan.masked:
         run.need_no_candidates("secure_aggregation=required")
     return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
-
-
-def run_context(
-    config: Experiment, federation: Federation, build: Callable[[], ModelSpec], method: Method
-) -> PreRunContext:
-    """Create the configuration that the rules of a method validate.
-
-    Args:
-        config: Configuration of the run.
-        federation: Data of all clients.
-        build: Creates the model.
-        method: Method of the run.
-    """
-    return PreRunContext(
-        federation=federation,
-        build=build,
-        plan=make_round_plan(config, len(federation.clients), method),
-        delayed=config.network.delay != "none",
-        diagnose=config.diagnose,
-        base_run=config.base_run,
-        client_weighting=config.client_weighting,
-        buffers=config.buffers,
-        save_samples=config.save_samples,
-    )
 
 
 def accepts_late_updates(method: Method) -> bool:

@@ -146,12 +146,12 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        kept_scores: list[Tensor] | None = [] if self.metrics else None
-        right, scores, losses, tally = self._samples(v, b, *self._test, logits_list=kept_scores)
+        logits_list: list[Tensor] | None = [] if self.metrics else None
+        right, scores, losses, tally = self._samples(v, b, *self._test, logits_list=logits_list)
         loss = float(losses.sum() / scores.sum())
         metrics = self.task.measure(tally, loss)
-        if kept_scores is not None:
-            metrics |= self._of_all(kept_scores, self.test[1], "the test set")
+        if logits_list is not None:
+            metrics |= self._of_all(logits_list, self.test[1], "the test set")
         return Score(metrics.pop(self.task.scored, mean_accuracy(right, scores)), loss, metrics)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -161,9 +161,9 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        kept_scores: list[Tensor] = []
-        self._samples(v, b, *self._test, logits_list=kept_scores)
-        return truth_and_scores(self.task, kept_scores, self.test[1])
+        logits_list: list[Tensor] = []
+        self._samples(v, b, *self._test, logits_list=logits_list)
+        return truth_and_scores(self.task, logits_list, self.test[1])
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
@@ -176,9 +176,9 @@ class Evaluator:
         metrics.pop(self.task.scored, None)
         where = f"held-out samples of {self.federation.client_label(client)}"
         metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
-        return (
-            metrics if self.task.name == "language" else metrics | self._intervals(self.task, self.metrics, logits, y)
-        )
+        if self.task.name == "language":
+            return metrics
+        return metrics | self._intervals(self.task, self.metrics, logits, y)
 
     def _intervals(self, task: Task, metric_set: MetricSet, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Compute the intervals of a client's primary metric and objective; NaN if undefined.
@@ -243,25 +243,25 @@ class Evaluator:
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Language models have as many logits per token as the vocabulary has entries: too many to store.
         language = self.task.name == "language"
-        kept_scores: list[Tensor] | None = [] if (each or pooled) and not language else None
+        logits_list: list[Tensor] | None = [] if (each or pooled) and not language else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
-        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, logits_list=kept_scores)
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, logits_list=logits_list)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
-            logits = torch.split(torch.cat(kept_scores), sizes) if kept_scores is not None else [right] * len(evaluated)
+            logits = torch.split(torch.cat(logits_list), sizes) if logits_list is not None else [right] * len(evaluated)
             trios = zip(evaluated, logits, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
         if pooled:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             pooled_metrics.pop(scored, None)
-            if kept_scores is not None and self.metrics:
+            if logits_list is not None and self.metrics:
                 y = torch.cat(targets).to(self.model.device)
-                pooled_metrics |= self._of_all(kept_scores, y, "the held-out samples of the clients")
+                pooled_metrics |= self._of_all(logits_list, y, "the held-out samples of the clients")
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def evaluate_client(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
@@ -274,10 +274,10 @@ class Evaluator:
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
         if len(client.y_test):
-            kept_scores: list[Tensor] | None = [] if each and self.task.name != "language" else None
-            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=kept_scores)
+            logits_list: list[Tensor] | None = [] if each and self.task.name != "language" else None
+            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=logits_list)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
-            logits = scores[0] if kept_scores is None else torch.cat(kept_scores)
+            logits = scores[0] if logits_list is None else torch.cat(logits_list)
             others = self._others(logits, client.y_test, loss, client.id) if each else {}
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])

@@ -122,7 +122,7 @@ class UpdateBuffer:
         round_updates: All updates of the round.
         complete: Full buffers for the server rule.
         models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
-        accepted: What to store about the clients of the updates.
+        accepted: Values to store about the clients of the updates.
         sums: Sums of the metrics of the updates, by name.
     """
 
