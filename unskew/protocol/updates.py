@@ -286,7 +286,7 @@ class Updates:
     @property
     def at_server(self) -> ServerTraining:
         """Return the resources for training at the server."""
-        assert self.server_training is not None, "these updates were made by hand"
+        assert self.server_training is not None, "these updates were created by hand"
         return self.server_training
 
     def __len__(self) -> int:

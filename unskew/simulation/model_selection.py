@@ -12,7 +12,10 @@ ModelPair = tuple[Tensor, Tensor]
 
 
 class ModelSelection:
-    """Model that is evaluated and returned: the global one, one of its rule, a mean of clients, or the best or final one.
+    """Model that is evaluated and returned.
+
+    This is the final model of the finished run if there is one, otherwise the mean of the clients' models, otherwise the
+    model that the server rule marks as the evaluated one, otherwise the global model.
 
     Args:
         state: State of the server.
