@@ -66,7 +66,7 @@ def test_masked_sums_are_those_of_the_simulator_up_to_rounding(method, options, 
 
 
 def test_the_servers_log_holds_no_single_update(tmp_path):
-    """Of what it received nothing but masked numbers depends on the samples, and these are as far from an update as any."""
+    """Only masked numbers among the replies depend on the samples, and they do not correlate with any update."""
     plain = LoopPlace(tmp_path / "plain", {**TINY, "rounds": 1, "clients": 4})
     deployed(tmp_path / "plain", plain, rounds=1, clients=4)
     updates = {
