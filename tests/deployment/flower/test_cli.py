@@ -30,7 +30,7 @@ def place(flower_is_found, tmp_path):
 
 
 def supernode(place, tmp_path, *instead, key="known"):
-    """Return a SuperNode's exit code and output; None if it is admitted."""
+    """Return a SuperNode's exit code, None if it is admitted, and its output."""
     certificate = ["--root-certificates", str(place.superlink.ca)] if not instead else list(instead)
     keys = tmp_path / key
     if not keys.exists():
