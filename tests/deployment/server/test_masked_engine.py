@@ -13,7 +13,6 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.deployment.secagg.crypto import apply_mask
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.masked_sum import parse_parts
 from unskew.deployment.wire.fields import parse_json_field
@@ -21,11 +20,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
 from unskew.errors import ConfigError, EngineError, MethodConflictError
 
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
-    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.mark.parametrize(

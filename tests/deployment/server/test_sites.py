@@ -19,11 +19,7 @@ from unskew.deployment.wire.tensor_codec import decode_tensor
 from unskew.errors import ConfigError, EngineError
 from unskew.simulation.network import Network
 
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
-    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_path):
