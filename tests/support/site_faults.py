@@ -15,7 +15,7 @@ def with_patience(**patience):
 
 
 def trained(frame):
-    """Whether a message asks a site to train."""
+    """Return whether a message asks a site to train."""
     return frame.kind == "train"
 
 

@@ -70,7 +70,7 @@ def new_key():
 
 
 class LoopPlace:
-    """Where such sites are; of a masked experiment with signing keys and a roster."""
+    """Folder of such sites; a masked experiment has signing keys and a roster."""
 
     def __init__(self, folder: Path, config: dict, count: int | None = None, **site: object):
         self.folder, self.sites, count = folder, [], config["clients"] if count is None else count

@@ -20,7 +20,6 @@ from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.project_files import init_project
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.audit_log import read_events
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.masked_engine import MaskedEngine
@@ -42,9 +41,7 @@ MASKED = {"secure_aggregation": "required", "rounds": 1, "eval_clients": 0}
 NOISE = "dp:noise=4,clip=1,adaptive=false,noise_at=sites,honest=3"
 
 
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def cosine(one, other):

@@ -94,7 +94,7 @@ def own(tmp_path, place, values, told=None, **options):
 
 
 def test_sites_with_tables_of_their_own_settle_columns_by_sums(tmp_path):
-    """What the server fits is what all rows to train on say; what it never had in its own table is known, too."""
+    """The server fits encoders to the training rows of all sites, also to categories that its own table lacks."""
     place, values = wards(tmp_path, class_weights="balanced")
     own(tmp_path, place, values)
     columns = {one["name"]: one for one in json.loads((tmp_path / "run" / "inputs.json").read_text())["columns"]}

@@ -30,7 +30,7 @@ def place(flower_is_found, tmp_path):
 
 
 def supernode(place, tmp_path, *instead, key="known"):
-    """How a SuperNode ends, and what it says; None while it is let in."""
+    """Return a SuperNode's exit code, None if it is admitted, and its output."""
     certificate = ["--root-certificates", str(place.superlink.ca)] if not instead else list(instead)
     keys = tmp_path / key
     if not keys.exists():

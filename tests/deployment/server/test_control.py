@@ -1,4 +1,4 @@
-"""What an operator sees and does while a deployed run is running: waiting, status, log, stop, exclude."""
+"""Operation of a deployed run while it is running: waiting for sites, status, log, stop, exclude."""
 
 import json
 import socket

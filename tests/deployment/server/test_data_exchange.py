@@ -7,13 +7,13 @@ import pytest
 import torch
 from support.sites import TINY, LoopPlace, crossed, deployed
 
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import UnskewError
 from unskew.generators.trained import ddpm
 
 pytestmark = [
+    pytest.mark.usefixtures("short_waits"),
     pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed"),
     pytest.mark.xdist_group("heavy"),  # Opacus takes several seconds to import
 ]
@@ -26,11 +26,6 @@ PRIVATE = {
     "partition": "iid",
     "max_train_samples": 30,
 }
-
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
 
 
 def contributions(folder, run, place=None):

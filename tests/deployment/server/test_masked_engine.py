@@ -13,7 +13,6 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.deployment.secagg.crypto import apply_mask
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.masked_sum import parse_parts
 from unskew.deployment.wire.fields import parse_json_field
@@ -21,11 +20,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record
 from unskew.errors import ConfigError, EngineError, MethodConflictError
 
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
-    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.mark.parametrize(
@@ -66,7 +61,7 @@ def test_masked_sums_are_those_of_the_simulator_up_to_rounding(method, options, 
 
 
 def test_the_servers_log_holds_no_single_update(tmp_path):
-    """Of what it received nothing but masked numbers depends on the samples, and these are as far from an update as any."""
+    """Only masked numbers among the replies depend on the samples, and they do not correlate with any update."""
     plain = LoopPlace(tmp_path / "plain", {**TINY, "rounds": 1, "clients": 4})
     deployed(tmp_path / "plain", plain, rounds=1, clients=4)
     updates = {

@@ -19,11 +19,7 @@ from unskew.deployment.wire.tensor_codec import decode_tensor
 from unskew.errors import ConfigError, EngineError
 from unskew.simulation.network import Network
 
-
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
-    monkeypatch.setattr(round_requests, "PAUSE", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 def test_an_update_that_never_arrived_is_forgotten_as_one_that_is_dropped(tmp_path):
@@ -189,7 +185,7 @@ def test_other_versions_are_reported_and_with_exact_rejected(name, tmp_path):
 
 
 def test_a_replayed_training_neither_removes_a_state_nor_is_trained(tmp_path):
-    """Of each round the messages of earlier rounds come once more; else SCAFFOLD's variates would be lost."""
+    """In each round, the messages of earlier rounds come once more; if they counted, SCAFFOLD's variates would be lost."""
     values, replies = {**TINY, **SCAFFOLD}, []
     place = LoopPlace(tmp_path, values)
 
@@ -363,7 +359,7 @@ def test_a_site_that_lost_its_disk_goes_on_as_a_newcomer(tmp_path):
 
 
 def test_a_run_whose_server_was_killed_is_resumed_with_the_same_numbers(tmp_path):
-    """What was accepted after the last checkpoint was never announced to a site, so it is still at both generations."""
+    """Updates accepted after the last checkpoint were never announced to a site, which therefore has both generations."""
     values = {**TINY, **SCAFFOLD}
     place = LoopPlace(tmp_path, values)
     with pytest.raises(Stop):

@@ -8,7 +8,6 @@ from support.site_faults import with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.wire.frames import Frame
@@ -26,9 +25,7 @@ RANDOM = {"keys", "signature", "sealed", "commitments", "shares", "session", "cl
 """Fields of random keys, their signatures and shares, of the clock, and of the digest of the model."""
 
 
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from unskew.config.loader import experiment
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.fixed_point import dequantize
 from unskew.deployment.secagg.roster import SigningIdentity, read_roster
-from unskew.deployment.server import round_requests
 from unskew.deployment.server.run import resume, run
 from unskew.deployment.site import masking as secagg_client
 from unskew.deployment.site.ledger import DataLedger
@@ -37,9 +36,7 @@ SWITCHES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _quickly(monkeypatch):
-    monkeypatch.setattr(round_requests, "POLL", 0.01)
+pytestmark = pytest.mark.usefixtures("short_waits")
 
 
 class World:

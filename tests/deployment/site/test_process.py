@@ -79,7 +79,7 @@ def test_a_client_beyond_the_experiment_and_code_of_its_own_are_refused(tmp_path
 
 
 def test_a_site_answers_at_a_socket_that_is_its_owners_alone(tmp_path):
-    """What is not a message is refused, and the next one is answered all the same."""
+    """Bytes that are not a message are rejected, and the next message gets a reply."""
     place = LoopPlace(tmp_path, TINY)
     site = place.sites[0]
     path = site.config.path("socket", site.folder)

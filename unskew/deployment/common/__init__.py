@@ -1,1 +1,1 @@
-"""What server, sites and launchers of a deployment share."""
+"""Modules that server, sites and launchers of a deployment share."""

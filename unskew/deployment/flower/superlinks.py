@@ -46,13 +46,13 @@ class RemoteSuperLink:
     """SuperLink that is already running on this machine.
 
     Args:
-        site_folder: Folder of the deployment, as ``unskew deploy init`` wrote it.
+        folder: Folder of the deployment, as ``unskew deploy init`` wrote it.
         address: Host and port of the SuperLink.
     """
 
-    def __init__(self, site_folder: Path, address: str):
-        self.folder = site_folder
-        self.superlink = flower_cli.SuperLink(address, site_folder / "ca" / "ca.crt")
+    def __init__(self, folder: Path, address: str):
+        self.folder = folder
+        self.superlink = flower_cli.SuperLink(address, folder / "ca" / "ca.crt")
         self.link: GridBridge | None = None
 
     def open(self, largest: int, seconds: float) -> GridBridge:
@@ -160,10 +160,7 @@ class LocalSuperLink(RemoteSuperLink):
         """Start the SuperLink and the sites, and register the sites.
 
         Args:
-            further: Further commands of Flower's command line to run after the registration.
-
-        Args:
-            *further: Arguments of further commands to run after the registration.
+            *further: Arguments of further commands of Flower's command line to run after the registration.
 
         Raises:
             EngineError: If the SuperLink does not start.

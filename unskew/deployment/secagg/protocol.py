@@ -23,11 +23,22 @@ from typing import Any
 
 from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.wire.tensor_codec import NAMES
+from unskew.methods.dp_sites import SiteDP
 
 LEAST = 3
 """Minimum number of sites of a masked sum: with two, each could compute the other's update."""
 PHASES = ("share", "mask", "agree", "unmask")
 """Kinds of the server's messages after the first one, in order."""
+
+
+def min_sites(cohort: int, noise: SiteDP | None) -> int:
+    """Return the minimum number of sites of a masked sum: more than half of the round's sites, and at least ``dp:honest``.
+
+    Args:
+        cohort: Number of sites in the round.
+        noise: Rule that adds noise at the sites, or None.
+    """
+    return max(LEAST, cohort // 2 + 1, 0 if noise is None else noise.honest or 0)
 
 
 def threshold(sites: int) -> int:

@@ -18,7 +18,7 @@ class AsyncFlowerEngine(FlowerEngine):
 
     def __post_init__(self) -> None:
         self.flying: dict[int, Broadcast] = {}
-        self.talk = PendingRequests(self.sites, "", self._take)
+        self.pending = PendingRequests(self.sites, "", self._take)
         self.norms: dict[int, dict[str, float]] = {}  # tensor norms of each client's last update
 
     @property
@@ -35,16 +35,16 @@ class AsyncFlowerEngine(FlowerEngine):
         for broadcast in broadcasts:
             self.flying[broadcast.client] = broadcast
             request = encode_broadcast(broadcast, self.wire_context, "train", self._budget(broadcast.client))
-            self.talk.add(broadcast.client, request, str(broadcast.round + 1))
-        wait, done = RoundWait(sites, self.talk.round, patience.min_updates, patience.round_timeout), 0
-        while self.talk.requests:
-            for client in self.talk.requests.keys() & sites.barred:
-                self.talk.drop(client)
+            self.pending.add(broadcast.client, request, str(broadcast.round + 1))
+        wait, done = RoundWait(sites, self.pending.round, patience.min_updates, patience.round_timeout), 0
+        while self.pending.requests:
+            for client in self.pending.requests.keys() & sites.barred:
+                self.pending.drop(client)
                 self.flying.pop(client)
                 self.server.clients.drop_sent(client)
-            sites.await_replies(self.talk.requests)
+            sites.await_replies(self.pending.requests)
             sites.check_stopped()
-            answers = self.talk.step()
+            answers = self.pending.step()
             for client, update in answers:
                 broadcast = self.flying.pop(client)
                 if update is not None:
@@ -55,5 +55,5 @@ class AsyncFlowerEngine(FlowerEngine):
                 else:
                     done += 1
                     yield update
-            if done >= patience.min_updates or wait.is_over(self.talk.requests, done, bool(answers)):
+            if done >= patience.min_updates or wait.is_over(self.pending.requests, done, bool(answers)):
                 return

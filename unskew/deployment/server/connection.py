@@ -35,14 +35,6 @@ class SiteConnection:
         self._nodes: set[int] = set()
         self._polled = 0.0
 
-    def change_header(self, header: Mapping[str, Any]) -> None:
-        """Use another header for all further messages.
-
-        Args:
-            header: Digest of the experiment and data schema.
-        """
-        self.header = header
-
     def nodes(self, seconds: float | None = None) -> set[int]:
         """Return the connected nodes, polled again if the last poll is more than ``seconds`` ago (default: ``NODES``)."""
         if time.monotonic() - self._polled > (NODES if seconds is None else seconds):

@@ -163,22 +163,23 @@ def run_data_rules(
     """
     for index, rule in enumerate(method.data):
         take = partial(_contribution, rule=rule, norm=norm, spec=spec)
-        prepared = _one(index, rule, prepared, seed, sites, take)
+        prepared = _run_data_rule(index, rule, prepared, seed, sites, take)
     return prepared
 
 
-def _one(
+def _run_data_rule(
     rule_index: int, rule: DataRule, prepared: PreparedData, seed: int, sites: SiteManager, take: Any
 ) -> PreparedData:
     """Run one data rule, as ``apply_data_rule`` does, with the client-side steps replaced by messages to the sites."""
     federation = prepared.federation
-    about = {"rule_index": rule_index, "mean_size": prepared.mean_size}
+    fields = {"rule_index": rule_index, "mean_size": prepared.mean_size}
     asks = type(rule).client_payload is not DataRule.client_payload
-    requests = {k: Frame("contribute", about) for k in range(len(federation.clients)) if asks}
+    requests = {k: Frame("contribute", fields) for k in range(len(federation.clients)) if asks}
     replies = request_all(sites, requests, "contributions", take)
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
-    payloads = ClientPayloads(sent, _about([about for _, about, _ in replies.values()]), digest)
+    description = _merge_descriptions([part for _, part, _ in replies.values()])
+    payloads = ClientPayloads(sent, description, digest)
     server_payload = rule.server_payload(sent, prepared.federation_info, seed)
     common = encode_record("common", server_payload.common)
     messages = {
@@ -235,18 +236,18 @@ def _contribution(
     return tensors, {**metrics, **description}, read_text(frame.config, "payload_digest")
 
 
-def _about(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def _merge_descriptions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Merge the sites' descriptions: numbers are added, except that the largest epsilon is used.
 
     Text is taken from the first site.
     """
-    about: dict[str, Any] = {}
+    merged: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
             if isinstance(value, str):
-                about.setdefault(name, value)
+                merged.setdefault(name, value)
             elif name == "epsilon":
-                about[name] = max(value, about.get(name, 0.0))
+                merged[name] = max(value, merged.get(name, 0.0))
             else:
-                about[name] = about.get(name, 0) + (int(value) if value == int(value) else value)
-    return about
+                merged[name] = merged.get(name, 0) + (int(value) if value == int(value) else value)
+    return merged

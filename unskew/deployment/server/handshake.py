@@ -170,12 +170,12 @@ def agree_on_data_and_model(
         reference = drawn.federation(collect_global_stats(drawn, frames, sites))
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
-        sites.connection.change_header(run_header(config, DataSchema.of(reference)))
+        sites.connection.header = run_header(config, DataSchema.of(reference))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "client_info", lambda client, frame: frame)
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     federation = apply_task_options(federation, config.loss, config.class_weights)
     known = DataSchema.of(federation)
-    sites.connection.change_header(run_header(config, known))
+    sites.connection.header = run_header(config, known)
     if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed
         text = json.dumps(known.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])

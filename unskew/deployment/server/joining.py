@@ -59,6 +59,7 @@ class SiteRegistry:
         exact: Whether to reject sites with other versions or CPU instructions, instead of warning.
         report: Called with progress messages.
         roster: Public signing keys, by client; each site must prove its client number with its key. Empty skips this.
+        challenge: Random text that a site signs as this proof.
         nodes: State of each SuperNode that was connected.
     """
 

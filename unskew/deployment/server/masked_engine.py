@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.deployment.secagg.crypto import decode_point
 from unskew.deployment.secagg.fixed_point import SumPart
-from unskew.deployment.secagg.protocol import LEAST, ready_message
+from unskew.deployment.secagg.protocol import LEAST, min_sites, ready_message
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
@@ -57,7 +57,7 @@ class MaskedEngine(FlowerEngine):
         weight = sum(broadcast.weight for broadcast in broadcasts if broadcast.client in opened.clients)
         opened = self._within_norm(opened, weight)
         if opened.clients:
-            self._tell_error(opened.error / weight, len(opened.clients))
+            self._report_error(opened.error / weight, len(opened.clients))
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, digest=arrays_digest(encode_record("sum", opened.tensors)))
         for broadcast in broadcasts:
@@ -92,9 +92,7 @@ class MaskedEngine(FlowerEngine):
             )
         text, barred = "", set[int]()
         round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
-        noise = self.wire_context.site_noise
-        honest = 0 if noise is None else noise.honest or 0
-        least = max(patience.min_updates, LEAST, len(broadcasts) // 2 + 1, honest)
+        least = max(patience.min_updates, min_sites(len(broadcasts), self.wire_context.site_noise))
         tries = 0
         while tries < TRIES:
             left = {}
@@ -106,10 +104,10 @@ class MaskedEngine(FlowerEngine):
             try:
                 if len({*left} - {*self.sites.excluded}) < LEAST:
                     raise UnmaskingError
-                return summation.of(left, self._taking(broadcasts, summation.session))
+                return summation.of(left, self._reply_reader(broadcasts, summation.session))
             except WrongSharesError as error:  # not counted as an attempt, because fewer sites remain each time
                 barred |= {*error.guilty}
-                self._tell_guilty(error.guilty)
+                self._report_guilty(error.guilty)
                 continue
             except SumReopenedError as error:
                 text = (
@@ -128,14 +126,14 @@ class MaskedEngine(FlowerEngine):
             self.sites.warn(f"{text}; the round is restarted.")
         raise EngineError(f"{text}, so the run stops. Resume it when the sites are back.")
 
-    def _tell_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
+    def _report_guilty(self, guilty: dict[int, tuple[str, bool]]) -> None:
         for client, (reason, certain) in guilty.items():
             if certain:
                 self.sites.fault(client, f"{reason}, so it is left out of this sum")
             else:
                 self.sites.warn(f"{self.sites.name(client)} is left out of this sum: {reason}.")
 
-    def _taking(self, broadcasts: Sequence[Broadcast], session: str) -> Any:
+    def _reply_reader(self, broadcasts: Sequence[Broadcast], session: str) -> Any:
         by_client = {sent.client: sent for sent in broadcasts}
         owners: dict[str, int] = {}
 
@@ -193,9 +191,8 @@ class MaskedEngine(FlowerEngine):
             delta = scatter_slices(delta, broadcasts[0].up, sums["delta"].to(v.device, copy=True))
             for client in () if self.wire_context.needs_base else opened.clients:
                 broadcast = by_client[client]
-                for span in self.wire_context.base(
-                    broadcast.down, broadcast.up
-                ):  # sites send values instead of changes there
+                # In these slices, sites send values instead of changes.
+                for span in self.wire_context.base(broadcast.down, broadcast.up):
                     delta[span] -= broadcast.weight * v[span].double()
         like = flatten_records("upload", self.placeholder(broadcasts[0])) if opened.clients else {}
         uploads = {name: to_dtype(sums[name], t.dtype).to(v.device) for name, t in like.items()}
@@ -222,7 +219,7 @@ class MaskedEngine(FlowerEngine):
             self.sites.warn(f"The sum of {' and '.join(spoiled)} is invalid, so a site has sent wrong numbers.")
         return totals | dict.fromkeys(spoiled, math.nan)
 
-    def _tell_error(self, error: float, sites: int) -> None:
+    def _report_error(self, error: float, sites: int) -> None:
         self.error = error
         if not self.warned:
             self.warned = True

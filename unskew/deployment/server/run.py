@@ -140,10 +140,10 @@ def _run_over_sites(
     run = check_method_over_sites(config, deployment, reference, method, total)
     spec = run.spec
     reference = match_model_input_range(reference, spec)
-    followers = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
+    callbacks = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
     # Checkpoint every round, so that a resumed run never needs a state that the sites have already deleted.
     config = config.model_copy(update={"checkpoint_every": 1})
-    about = initial_header(config, reference)
+    header = initial_header(config, reference)
     superlink = location.superlink(folder, config, again) if isinstance(location, RunLocation) else location
     folder.chmod(0o700)  # the folder contains metrics of single sites
     within = ExitStack()
@@ -152,7 +152,7 @@ def _run_over_sites(
         link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
         reopen = partial(superlink.reopen, deployment.startup_timeout)
         sites = SiteManager(
-            SiteConnection(link, reopen, deployment.run, about),
+            SiteConnection(link, reopen, deployment.run, header),
             total,
             deployment.round_policy,
             partial(notify_warning, callbacks),
@@ -185,7 +185,7 @@ def _run_over_sites(
         )
         metrics = run_metrics(config, federation)
         run = replace(run, config=config, federation=federation, spec=spec, metrics=metrics)
-        parts = assemble(run, prepared, device, folder, followers, deployed=True)
+        parts = assemble(run, prepared, device, folder, callbacks, deployed=True)
         present = None
         if deployment.quorum is not None:
             present = Membership(sites, registry, prepared.federation, deployment.quorum)

@@ -143,9 +143,9 @@ class SiteClients(SimulatedClients):
         """Log the start of the run, or its resumption after ``start`` rounds."""
         if start < self.parts.config.rounds:
             self.parts.server.selection.use_mean(None)  # it is outdated if the run was extended
-        self.sites.begin_round(start)
+        self.sites.round = start
         self.sites.log("resumed" if start else "started")
-        self.sites.begin_round(start + 1)
+        self.sites.round = start + 1
 
     def finishing_round(self, t: int, metrics: dict[str, Any]) -> None:
         """Log the updates skipped in round ``t``, and the digest of its model."""
@@ -161,7 +161,7 @@ class SiteClients(SimulatedClients):
             self.sites.log("finished")
             return
         self.sites.check_stopped(between_rounds=True)
-        self.sites.begin_round(t + 2)
+        self.sites.round = t + 2
 
     def saved(self, rounds: int) -> None:
         """Log a checkpoint."""

@@ -156,10 +156,6 @@ class SiteManager:
             about = {} if client is None else {"site": self.sites[client].site, "key": self.sites[client].key}
             self.audit.add(event, self.round, client=client, **about, **fields)
 
-    def begin_round(self, round: int) -> None:
-        """Store the number of the current round, from 1."""
-        self.round = round
-
     def admit(self, client: int, node: int, name: str, version: str, key: str) -> None:
         """Add a site to the run.
 

@@ -65,15 +65,21 @@ class SiteExperiments:
         config, samples = self.config(digest), self._samples.get(digest)
         if self.site.data == "split":
             if samples is None:
-                samples, full_data = own_split(config, self.site.client, f"The site {self.site.name}")
-                self._samples = {digest: samples}  # keeps one experiment at a time
-                if self.limited[digest]:
-                    self._schemas[digest] = reference_schema(full_data, config)
-            return samples
+                self._load_split(digest)
+            return self._samples[digest]
         columns = [(encoder.name, encoder.kind) for encoder in reference.columns]
         if samples is None or [(encoder.name, encoder.kind) for encoder in samples.source.encoders] != columns:
             samples = self._samples[digest] = load_site_data(self.site, config, self.folder, reference.columns)
         return samples
+
+    def _load_split(self, digest: str) -> DataSchema:
+        """Load the site's part of an experiment's data, instead of that of another one, and return their schema."""
+        config = self.configs[digest]
+        samples, full_data = own_split(config, self.site.client, f"The site {self.site.name}")
+        self._samples, schema = {digest: samples}, reference_schema(full_data, config)
+        if self.limited[digest]:
+            self._schemas[digest] = schema
+        return schema
 
     def check_noise(self, digest: str) -> None:
         """Validate that an experiment with noise at the sites protects this site as it expects."""
@@ -146,11 +152,7 @@ class SiteExperiments:
         """Read the data before the first message, because Flower gives up on messages without a reply in half a minute."""
         for digest, config in self.configs.items():
             if self.site.data == "split":
-                samples, full_data = own_split(config, self.site.client, f"The site {self.site.name}")
-                self._samples, schema = {digest: samples}, reference_schema(full_data, config)
-                if self.limited[digest]:
-                    self._schemas[digest] = schema
-                self.trainer(digest, schema)
+                self.trainer(digest, self._load_split(digest))
             else:
                 self._samples[digest] = load_site_data(self.site, config, self.folder)
 

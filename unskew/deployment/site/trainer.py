@@ -12,7 +12,7 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.common.client_view import SingleClientView
 from unskew.deployment.common.data_schema import DataSchema
-from unskew.deployment.secagg.protocol import LEAST
+from unskew.deployment.secagg.protocol import min_sites
 from unskew.deployment.site.config import SiteConfig
 from unskew.deployment.site.data import SiteData
 from unskew.deployment.site.ledger import DataLedger
@@ -91,7 +91,7 @@ class SiteTrainer:
         self._replied: tuple[str, Frame] | None = None
         self._received: tuple[str, str] = ("", "")
         cohort = Sampler(self.total, config.participation, config.seed).size
-        self.min_sites = max(LEAST, cohort // 2 + 1, 0 if self.noise is None else self.noise.honest or 0)
+        self.min_sites = min_sites(cohort, self.noise)
 
     @property
     def data(self) -> ClientData:

@@ -1,4 +1,4 @@
-"""What both sides know before a message is sent, and which parts of the model and of rules' tensors it contains."""
+"""Information that both sides share before a message is sent, and the slices of the model and of rules' tensors in it."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ SLICED = "-slices"
 class WireContext:
     """Information that both sides share before a message is sent.
 
-    method: Method of the run.
-    spec: Layout of the model.
-    buffers: How normalization buffers are shared.
-    norm: Largest accepted norm of a tensor.
-    largest: Maximum number of bytes that rules send in addition to the model.
+    Attributes:
+        method: Method of the run.
+        spec: Layout of the model.
+        buffers: Sharing of normalization buffers.
+        norm: Largest accepted norm of a tensor.
+        largest: Maximum number of bytes that rules send in addition to the model.
     """
 
     method: Method
