@@ -46,7 +46,7 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 DOCSTRINGS = --select=DOC1,DOC3,DOC4 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
   --check-yield-types=False --skip-checking-short-docstrings=True --skip-checking-raises=True --skip-checking-private-functions=True
 
-audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; hadolint on the Dockerfiles; pip-audit on what is installed by version, where the network allows it
+audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; hadolint on the Dockerfiles; pip-audit on the pinned versions, if there is a network
 	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --ignore-words-list fo --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
 	.venv-audit/bin/flake8 $(DOCSTRINGS) unskew
 	.venv-audit/bin/bandit --quiet --recursive -ll unskew
@@ -60,7 +60,7 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
-test: .venv/installed  ## every method and every promise, in less than four minutes on two cores
+test: .venv/installed  ## the quick test suite, in less than four minutes on two cores
 	$(TEST) -m "not slow" $(ARGS)
 
 test-unit: .venv/installed  ## the tests of single modules that start no process and no run, in less than a minute on two cores
@@ -72,21 +72,21 @@ coverage:  ## `make test`, and the share of lines and branches that it runs, whi
 test-all: .venv/installed  ## the whole test suite, before a release
 	$(TEST)
 
-test-slow: .venv/installed  ## what `make test` leaves out: full products, random kills, runs of tables and examples
+test-slow: .venv/installed  ## the tests that `make test` leaves out: all combinations, random kills, runs of tables and examples
 	$(TEST) -m slow $(WITHOUT)
 
 test-kernels: .venv/installed  ## all methods on the engines with sums in another order, as on a CPU without vectors
 	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_registry.py tests/methods/fedcog/test_fedcog.py
 
-test-methods: .venv/installed  ## of the slow tests, every method and every sum on every engine, all data and models, the tutorials
+test-methods: .venv/installed  ## of the slow tests, all methods and compositions on all engines, all data and models, the tutorials
 	$(TEST) -m slow tests/methods tests/protocol tests/engines/test_registry.py tests/tasks/test_classification.py tests/conformance \
 	  tests/simulation tests/models tests/generators tests/data tests/runs/test_assembly.py tests/records/test_recorder.py \
 	  tests/runs/test_parallel.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
-test-sites: .venv/installed .venv-deploy/installed  ## a run of two SuperNodes of Flower over TLS: the numbers of the simulator
+test-sites: .venv/installed .venv-deploy/installed  ## a deployed run with two SuperNodes over TLS, compared with the simulator
 	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py
 
-check: .venv/installed audit  ## format, lint, types, known faults, tests
+check: .venv/installed audit  ## format, lint, types, audit, quick test suite
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -105,7 +105,7 @@ conformance: .venv/installed  ## unskew and other libraries against the papers' 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
 	$(BIN)/python -m speed
 
-docs: .venv/installed  ## the output and pictures of the demo from one run, then the documentation, into site/
+docs: .venv/installed  ## documentation in site/, after an update of the demo's output and pictures
 	-$(BIN)/python -m speed.demo
 	-$(BIN)/python docs/fetch_mermaid.py
 	$(BIN)/mkdocs build --strict

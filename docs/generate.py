@@ -3,7 +3,7 @@
 In a page, the text between ``<!-- generated: NAME ARGUMENTS -->`` and ``<!-- end -->`` is replaced when the site is built by
 what the function ``NAME`` of this module returns. The text between the marks is for readers of the source, such as on
 GitHub. The section of a method gets its paper, summary, options, its compatibility, and the costs that it does not state.
-``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout.
+``python docs/generate.py PAGE`` prints a page as the site shows it, without its layout. unskew must be installed.
 """
 
 from __future__ import annotations
@@ -14,29 +14,27 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
-DOCS = Path(__file__).parent
-sys.path.insert(0, str(DOCS.parent))
-
-from unskew.attacks.registry import ATTACKS, Attack  # noqa: E402
-from unskew.benchmark.suite import BenchmarkFederation, Suite  # noqa: E402
-from unskew.cli.app import commands  # noqa: E402
-from unskew.config.experiment import Experiment  # noqa: E402
-from unskew.config.loader import experiment  # noqa: E402
-from unskew.data.partition.parsing import OPTIONS, PARTITIONS  # noqa: E402
-from unskew.data.sources.registry import HUB, SOURCES  # noqa: E402
-from unskew.deployment.site.config import SiteConfig  # noqa: E402
-from unskew.measurements.consensus import Consensus  # noqa: E402
-from unskew.measurements.gradient_dissimilarity import Gradients  # noqa: E402
-from unskew.measurements.local_models import LocalModels  # noqa: E402
-from unskew.measurements.server_cost import ServerCost  # noqa: E402
-from unskew.measurements.update_cosines import UpdateCosines  # noqa: E402
-from unskew.methods.registry import (  # noqa: E402
+from unskew.attacks.registry import ATTACKS, Attack
+from unskew.benchmark.suite import BenchmarkFederation, Suite
+from unskew.cli.app import commands
+from unskew.config.experiment import Experiment
+from unskew.config.loader import experiment
+from unskew.data.partition.parsing import OPTIONS, PARTITIONS
+from unskew.data.sources.registry import HUB, SOURCES
+from unskew.deployment.site.config import SiteConfig
+from unskew.measurements.consensus import Consensus
+from unskew.measurements.gradient_dissimilarity import Gradients
+from unskew.measurements.local_models import LocalModels
+from unskew.measurements.server_cost import ServerCost
+from unskew.measurements.update_cosines import UpdateCosines
+from unskew.methods.registry import (
     COMPOSITIONS,
     METHODS,
     describe_all,
@@ -44,23 +42,21 @@ from unskew.methods.registry import (  # noqa: E402
     grouped_conflicts,
     rule_class,
 )
-from unskew.models.registry import MODELS, build_model  # noqa: E402
-from unskew.protocol.method import SLOTS, class_slots  # noqa: E402
-from unskew.protocol.requirements import NEEDS  # noqa: E402
-from unskew.protocol.rule import Rule, WithServerHalf  # noqa: E402
-from unskew.protocol.search_space import RangeSpace  # noqa: E402
-from unskew.runs.resume import RESUMABLE  # noqa: E402
-from unskew.tasks.metrics import METRICS, TWO_CLASSES  # noqa: E402
-from unskew.tasks.primary_metric import KNOWN_METRICS  # noqa: E402
-from unskew.tuning.spaces import SHARED, method_spaces  # noqa: E402
+from unskew.models.registry import MODELS, build_model
+from unskew.protocol.method import SLOTS, class_slots
+from unskew.protocol.requirements import NEEDS
+from unskew.protocol.rule import Rule, WithServerHalf
+from unskew.protocol.search_space import RangeSpace
+from unskew.runs.resume import RESUMABLE
+from unskew.tasks.metrics import METRICS, TWO_CLASSES
+from unskew.tasks.primary_metric import KNOWN_METRICS
+from unskew.tasks.registry import TASKS
+from unskew.tuning.spaces import SHARED, method_spaces
 
+DOCS = Path(__file__).parent
 BLOCK = re.compile(r"<!-- generated: (\w+)(.*?) -->.*?<!-- end -->", re.DOTALL)
-TASKS = {
-    "classification": "classification",
-    "multilabel": "multi-label",
-    "language": "language models",
-    "regression": "regression",
-}
+TASK_TITLES = {"multilabel": "multi-label", "language": "language models"}
+"""Titles of tasks that are not their names."""
 SHARING = ("run", "compare", "tune", "diagnose", "partition")
 """Commands whose common options have a section of their own."""
 LINKS = {
@@ -115,8 +111,8 @@ LINKS = {
 """Page on a field or an option, relative to ``docs/``. A field without an entry has no link."""
 
 
-class Place:
-    """Place of a block: its page, and the heading of the section.
+class Position:
+    """Page and section of a block.
 
     Attributes:
         page: Path of the page, relative to ``docs/``.
@@ -169,6 +165,18 @@ def plain(docstring: str) -> str:
     return docstring.replace("``", "`").removesuffix(".")
 
 
+def paragraphs(documented: Any) -> list[str]:
+    """Return the paragraphs of a docstring, each as one line."""
+    return [" ".join(text.split()) for text in (inspect.getdoc(documented) or "").split("\n\n")]
+
+
+def docstring_entries(documented: Any) -> dict[str, str]:
+    """Return the descriptions in the section ``Args`` or ``Attributes`` of a docstring."""
+    _, _, section = re.split("(Args|Attributes):\n", inspect.getdoc(documented) or "", maxsplit=1)
+    found = re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", section.partition("\n\n")[0], re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
+
+
 def sections_of_methods() -> dict[str, str]:
     """Return the page and anchor of the section on each method, relative to ``docs/``."""
     pages = sorted((DOCS / "methods").glob("*.md"))
@@ -179,17 +187,17 @@ def sections_of_methods() -> dict[str, str]:
 # ---- methods ------------------------------------------------------------------------------------------------------------
 
 
-def method_table(place: Place) -> str:
+def method_table(position: Position) -> str:
     """All methods, each with a link to its section."""
     where = sections_of_methods()
     rows = [
-        [place.link(f"`{m['name']}`", where[m["name"]]), ", ".join(m["slots"]), m["summary"], m["paper"]]
+        [position.link(f"`{m['name']}`", where[m["name"]]), ", ".join(m["slots"]), m["summary"], m["paper"]]
         for m in describe_all()
     ]
     return markdown_table(["name", "slot", "what it does", "paper"], rows)
 
 
-def composition_table(place: Place) -> str:
+def composition_table(position: Position) -> str:
     """The names of published compositions."""
     rows = [[f"`{name}`", f"`{expression}`", paper] for name, (expression, paper) in COMPOSITIONS.items()]
     return markdown_table(["name", "stands for", "paper"], rows)
@@ -203,12 +211,12 @@ SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
 }
 
 
-def methods(place: Place, kind: str, value: str = "") -> str:
+def methods(position: Position, kind: str, value: str = "") -> str:
     """The names of the methods of one kind, such as ``slot client`` or ``without_task language``."""
     return names(name for name in METHODS if SELECTIONS[kind](rule_class(name), value))
 
 
-def slot_table(place: Place) -> str:
+def slot_table(position: Position) -> str:
     """The slots, each with its methods and the base class of its rules."""
     questions = {
         "data": "What data does a client have before training?",
@@ -218,7 +226,7 @@ def slot_table(place: Place) -> str:
         "server": "How does the combined update become the next model?",
     }
     rows = [
-        [f"`{slot}`", questions[slot], methods(place, "slot", slot), f"`unskew.{base.__name__}`"]
+        [f"`{slot}`", questions[slot], methods(position, "slot", slot), f"`unskew.{base.__name__}`"]
         for slot, base in SLOTS.items()
     ]
     return markdown_table(["slot", "question", "methods", "base class for your own"], rows)
@@ -229,18 +237,18 @@ def rule_classes() -> list[tuple[str, type]]:
     return [("any", Rule), ("client, sync, aggregate", WithServerHalf), *SLOTS.items()]
 
 
-def hooks(place: Place) -> str:
+def hooks(position: Position) -> str:
     """The hooks of each slot, with the first sentence of their docstrings."""
     rows = []
     for slot, cls in rule_classes():
         own = {name: hook for name, hook in vars(cls).items() if name[0] != "_" and callable(hook)}
         for name, hook in own.items():
             call = f"`{name}({', '.join(list(inspect.signature(hook).parameters)[1:])})`"
-            rows.append([slot, call, plain(" ".join((inspect.getdoc(hook) or "").split("\n\n")[0].split()))])
+            rows.append([slot, call, plain(paragraphs(hook)[0])])
     return markdown_table(["slot", "hook", "purpose"], rows)
 
 
-def rule_attributes(place: Place) -> str:
+def rule_attributes(position: Position) -> str:
     """The attributes that a rule may set, with their docstrings."""
     rows = [
         [slot, f"`{name}`", plain(text)] for slot, cls in rule_classes() for name, text in field_docstrings(cls).items()
@@ -292,7 +300,9 @@ def compatibility(name: str) -> str:
     """Return compositions, requirements, tasks and weights of a method."""
     row, cls = describe_method(name), rule_class(name)
     conflicts = [f"    - {names(others)}. {reason}" for reason, others in grouped_conflicts(name).items()]
-    tasks = "all" if set(row["tasks"]) == set(TASKS) else ", ".join(TASKS[task] for task in row["tasks"])
+    tasks = (
+        "all" if set(row["tasks"]) == set(TASKS) else ", ".join(TASK_TITLES.get(task, task) for task in row["tasks"])
+    )
     lines = [
         "- Compositions: all but" if conflicts else "- Compositions: all",
         *conflicts,
@@ -304,7 +314,7 @@ def compatibility(name: str) -> str:
     return "\n".join(lines)
 
 
-def search_spaces(place: Place) -> str:
+def search_spaces(position: Position) -> str:
     """The search spaces of the methods' options."""
     rows = []
     for name in METHODS:
@@ -321,7 +331,7 @@ def space_text(space: Any) -> str:
     return " or ".join(str(value) for value in space.values)
 
 
-def requirements(place: Place) -> str:
+def requirements(position: Position) -> str:
     """The words that ``needs`` of a rule may contain."""
     return markdown_table(["word", "meaning"], [[f"`{name}`", text] for name, text in NEEDS.items()])
 
@@ -329,7 +339,7 @@ def requirements(place: Place) -> str:
 SHAPES = {"8 × 8 gray": (1, 8, 8), "28 × 28 gray": (1, 28, 28), "32 × 32 color": (3, 32, 32)}
 
 
-def model_table(place: Place) -> str:
+def model_table(position: Position) -> str:
     """The built-in models of numbers and images, with their numbers of parameters for ten classes."""
     rows = []
     for name, entry in MODELS.items():
@@ -340,11 +350,11 @@ def model_table(place: Place) -> str:
     return markdown_table(["model", "description", *SHAPES], rows)
 
 
-def model_options(place: Place) -> str:
+def model_options(position: Position) -> str:
     """The options of the built-in models, from signatures and docstrings."""
     rows = []
     for name, entry in MODELS.items():
-        described = argument_docs(entry.constructor)
+        described = docstring_entries(entry.constructor)
         known = inspect.signature(entry.constructor).parameters.items()
         own = [
             (k, p.default) for k, p in known if p.default is not p.empty and k != "categories" and not entry.pretrained
@@ -353,13 +363,6 @@ def model_options(place: Place) -> str:
             [f"`{name}`", f"`{k}`", f"`{v}`", plain(described[k]).replace('`"', "`").replace('"`', "`")] for k, v in own
         ]
     return markdown_table(["model", "option", "default", "meaning"], rows)
-
-
-def argument_docs(function: Callable[..., Any]) -> dict[str, str]:
-    """Return the descriptions of a function's arguments."""
-    described = (inspect.getdoc(function) or "").partition("Args:\n")[2].partition("\n\n")[0]
-    found = re.findall(r"^    (\w+): (.*(?:\n {8}.*)*)", described, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 # ---- configuration and command line -------------------------------------------------------------------------------------
@@ -379,6 +382,7 @@ def field_docstrings(cls: type) -> dict[str, str]:
     return texts
 
 
+@cache
 def fields() -> dict[str, tuple[Any, str]]:
     """Return default and description of each field of the configuration; those of sections as ``section.field``."""
     described: dict[str, tuple[Any, str]] = {}
@@ -392,15 +396,15 @@ def fields() -> dict[str, tuple[Any, str]]:
     return described
 
 
-def with_link(place: Place, text: str, name: str) -> str:
+def with_link(position: Position, text: str, name: str) -> str:
     """Return a description with the link to the page on the field or option, if there is one."""
-    return f"{text}; see {place.link(*LINKS[name])}" if name in LINKS else text
+    return f"{text}; see {position.link(*LINKS[name])}" if name in LINKS else text
 
 
-def configuration(place: Place) -> str:
+def configuration(position: Position) -> str:
     """All fields of the configuration."""
     rows = [
-        [f"`{name}`", default_text(value), with_link(place, plain(text), name)]
+        [f"`{name}`", default_text(value), with_link(position, plain(text), name)]
         for name, (value, text) in fields().items()
     ]
     return markdown_table(["field", "default", "meaning"], rows)
@@ -413,7 +417,7 @@ def field_of(parameter: str) -> str | None:
     return parameter if parameter in known else next((name for name in known if name.endswith(ends)), None)
 
 
-def option_row(place: Place, command: str, parameter: Any) -> list[str]:
+def option_row(position: Position, command: str, parameter: Any) -> list[str]:
     """Return the row of an option: its names, its default, and its description."""
     field = field_of(parameter.name) if getattr(parameter, "rich_help_panel", None) else None
     help_text, _, stated = (parameter.help or "").partition(" [default: ")
@@ -422,13 +426,14 @@ def option_row(place: Place, command: str, parameter: Any) -> list[str]:
         default, text = fields()[field]
     elif default is None and field is None:
         default = stated.removesuffix("]") or None
-    shown = (
-        ""
-        if default is None or default is False
-        else default_text(default).replace("`true`", "on").replace("`on`", "on")
-    )
+    if default is None or default is False:
+        shown = ""
+    elif default is True or default == "on":
+        shown = "on"
+    else:
+        shown = default_text(default)
     cell = names([*parameter.opts, *parameter.secondary_opts])
-    return [cell, shown, with_link(place, plain(text), field if field in LINKS else parameter.opts[0])]
+    return [cell, shown, with_link(position, plain(text), field if field in LINKS else parameter.opts[0])]
 
 
 def shared_by(name: str) -> tuple[str, ...]:
@@ -438,39 +443,39 @@ def shared_by(name: str) -> tuple[str, ...]:
     return tuple(c for c in texts if texts[c] == texts["run"]) if alike else ()
 
 
-def resumable_fields(place: Place) -> str:
+def resumable_fields(position: Position) -> str:
     """The fields that may change when a run is resumed."""
     flags = {parameter.name for parameter in commands().commands["resume"].params}
     return names(name for name in RESUMABLE if name not in flags)
 
 
-def tunable_fields(place: Place) -> str:
+def tunable_fields(position: Position) -> str:
     """The fields of a run that may be tuned."""
     return names(SHARED)
 
 
-def command_table(place: Place) -> str:
+def command_table(position: Position) -> str:
     """All commands, each with a link to its section."""
     rows = [
-        [place.link(f"`{name}`", f"{place.page}#unskew-{name}"), plain((command.help or "").partition("\n\n")[0])]
+        [position.link(f"`{name}`", f"{position.page}#unskew-{name}"), plain((command.help or "").partition("\n\n")[0])]
         for name, command in commands().commands.items()
     ]
     return markdown_table(["command", "purpose"], rows)
 
 
-def flags(place: Place) -> str:
+def flags(position: Position) -> str:
     """The options of the command of the section, without the shared ones."""
-    command = place.section.removeprefix("unskew ")
+    command = position.section.removeprefix("unskew ")
     found: Any = commands()
     for word in command.split():
         found = found.commands[word]
     params = [p for p in found.params if p.opts[0].startswith("--") and p.name != "help"]
     own = [p for p in params if command not in shared_by(p.opts[0])]
-    table = markdown_table(["option", "default", "meaning"], [option_row(place, command, p) for p in own])
+    table = markdown_table(["option", "default", "meaning"], [option_row(position, command, p) for p in own])
     return table if len(own) == len(params) else f"In addition to the [shared options](#shared-options):\n\n{table}"
 
 
-def shared_flags(place: Place) -> str:
+def shared_flags(position: Position) -> str:
     """The options that several commands have, by the commands."""
     groups: dict[tuple[str, ...], list[Any]] = {}
     for parameter in commands().commands["run"].params:
@@ -479,12 +484,12 @@ def shared_flags(place: Place) -> str:
     parts = []
     for having, params in sorted(groups.items(), key=lambda item: -len(item[0])):
         title = f"For {', '.join(f'`{name}`' for name in having[:-1])} and `{having[-1]}`:"
-        rows = [option_row(place, "run", parameter) for parameter in params]
+        rows = [option_row(position, "run", parameter) for parameter in params]
         parts += [title, markdown_table(["option", "default", "meaning"], rows)]
     return "\n\n".join(parts)
 
 
-def deploy_commands(place: Place, *chosen: str) -> str:
+def deploy_commands(position: Position, *chosen: str) -> str:
     """The commands of a deployment of these names, with their arguments and options."""
     rows = []
     for name in chosen:
@@ -496,7 +501,7 @@ def deploy_commands(place: Place, *chosen: str) -> str:
     return markdown_table(["command", "effect"], rows)
 
 
-def site_fields(place: Place) -> str:
+def site_fields(position: Position) -> str:
     """The fields of ``site.yaml``; those of sections as ``section.field``."""
     rows = []
     for name, text in field_docstrings(SiteConfig).items():
@@ -510,22 +515,22 @@ def site_fields(place: Place) -> str:
     return markdown_table(["field", "default", "meaning"], rows)
 
 
-def attack_kinds(place: Place) -> str:
+def attack_kinds(position: Position) -> str:
     """The kinds of attacks with their options."""
     rows = []
     for name, kind in ATTACKS.items():
-        meaning, paper = (inspect.getdoc(kind) or "").split("\n\n")
+        meaning, paper = paragraphs(kind)
         texts = {k: text for k, text in field_docstrings(kind).items() if k not in Attack.model_fields}
         own = [f"`{k}` ({default_text(kind.model_fields[k].default)}): {plain(text)}" for k, text in texts.items()]
         rows.append([f"`{name}`", plain(meaning), "; ".join(own), plain(paper)])
     return markdown_table(["kind", "attack", "options (default)", "paper"], rows)
 
 
-def classifier_metrics(place: Place) -> str:
+def classifier_metrics(position: Position) -> str:
     """The metrics that ``metrics`` may name."""
     rows = []
     for name, metric in METRICS.items():
-        text = " ".join((inspect.getdoc(metric) or "").removeprefix("Compute the ").removeprefix("Compute ").split())
+        text = " ".join(paragraphs(metric)).removeprefix("Compute ").removeprefix("the ")
         lower = ". Lower is better" if name in KNOWN_METRICS and KNOWN_METRICS[name].lower_is_better else ""
         rows.append([f"`{name}`", plain(text) + lower + (". Two classes only" if name in TWO_CLASSES else "")])
     return markdown_table(["`metrics`", "meaning"], rows)
@@ -540,18 +545,16 @@ DIAGNOSTICS = {
 }
 
 
-def diagnostics(place: Place) -> str:
+def diagnostics(position: Position) -> str:
     """The metrics of the diagnostics: the second paragraph of their docstrings."""
-    texts = {name: " ".join((inspect.getdoc(cls) or "").split("\n\n")[1].split()) for name, cls in DIAGNOSTICS.items()}
-    return markdown_table(
-        ["`diagnose`", "metrics"], [[f"`{name}`", plain(text).replace("||", "‖")] for name, text in texts.items()]
-    )
+    rows = [[f"`{name}`", plain(paragraphs(cls)[1]).replace("||", "‖")] for name, cls in DIAGNOSTICS.items()]
+    return markdown_table(["`diagnose`", "metrics"], rows)
 
 
 # ---- data ---------------------------------------------------------------------------------------------------------------
 
 
-def sources(place: Place) -> str:
+def sources(position: Position) -> str:
     """The data sources, with the columns of inputs and labels of those from the Hugging Face Hub."""
     rows = []
     for name, text in SOURCES.items():
@@ -560,26 +563,26 @@ def sources(place: Place) -> str:
     return markdown_table(["source", "content", "columns of input and label"], rows)
 
 
-def partitions(place: Place) -> str:
+def partitions(position: Position) -> str:
     """The partitions."""
     rows = [text.split(": ", 1) for text in PARTITIONS.values()]
     return markdown_table(["form", "what each client gets"], [[f"`{form}`", text] for form, text in rows])
 
 
-def partition_options(place: Place) -> str:
+def partition_options(position: Position) -> str:
     """The options of the partitions."""
     rows = [[f"`{key}`", f"`{name}`", text] for name, known in OPTIONS.items() for key, text in known.items()]
     return markdown_table(["option", "of", "meaning"], rows)
 
 
-def benchmark_fields(place: Place, kind: str) -> str:
+def benchmark_fields(position: Position, kind: str) -> str:
     """The fields of a suite file or a federation file."""
     model = {"suite": Suite, "federation": BenchmarkFederation}[kind]
     rows = []
-    for name, text in re.findall(r"^    (\w+): (.*(?:\n {6,}.*)*)", inspect.getdoc(model) or "", re.MULTILINE):
+    for name, text in docstring_entries(model).items():
         info = model.model_fields[name]
         default = "required" if info.is_required() else default_text(info.get_default(call_default_factory=True))
-        rows.append([f"`{name}`", default, plain(" ".join(text.split()))])
+        rows.append([f"`{name}`", default, plain(text)])
     return markdown_table(["field", "default", "meaning"], rows[1:])  # the name follows from the file
 
 
@@ -629,7 +632,7 @@ def expand(markdown: str, page: str) -> str:
 
     def generated(block: re.Match[str]) -> str:
         titles = re.findall("^## (.*)$", markdown[: block.start()], re.MULTILINE)
-        return GENERATORS[block[1]](Place(page, titles[-1] if titles else ""), *block[2].split())
+        return GENERATORS[block[1]](Position(page, titles[-1] if titles else ""), *block[2].split())
 
     if page.startswith("methods/"):
         first, *parts = re.split(r"^## (.*)\n", markdown, flags=re.MULTILINE)
