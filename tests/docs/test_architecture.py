@@ -14,7 +14,7 @@ def test_the_line_of_a_method_shown_to_contributors_is_in_the_registry():
 
 
 def imports_between_folders(package):
-    """Which folder inside a package imports which other; the modules beside them count as one, called root."""
+    """Return the other folders that each folder inside a package imports; the modules next to them count as one, ``root``."""
     arrows = {}
     start = ROOT.joinpath(*package.split("."))
     for path in start.rglob("*.py"):

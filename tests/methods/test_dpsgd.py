@@ -320,7 +320,7 @@ SUPPORTED = {
 
 
 def has_only_server_rules(name):
-    """Whether a method changes nothing at the clients; a method that trains without clients is none."""
+    """Return whether a method changes nothing at the clients, and trains with them."""
     own = method(name)
     return not (own.data or own.client or own.sync) and server_rule(own).steps_without != "clients"
 

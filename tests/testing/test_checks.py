@@ -9,8 +9,7 @@ from torch import nn
 import unskew
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.registry import make_engine
-from unskew.testing import check_data, check_engine, check_model, check_rule, small_federation
-from unskew.testing.small_problems import SmallBatchNorm
+from unskew.testing import SmallBatchNorm, check_data, check_engine, check_model, check_rule, small_federation
 
 
 @dataclass(frozen=True)

@@ -224,7 +224,6 @@ def test_the_server_has_the_drawn_images_in_the_clients_size_for_every_seed(tmp_
     assert np.array_equal(first.x, second.x)
 
 
-@pytest.mark.imports_much
 def test_a_changed_file_is_read_again(tmp_path):
     for labels in ([0, 1], [1, 2, 0]):
         blobs = [encode(x) for x in pixels(len(labels))]
@@ -233,7 +232,6 @@ def test_a_changed_file_is_read_again(tmp_path):
         assert load_source("cifar10", path=tmp_path).train.y.tolist() == labels
 
 
-@pytest.mark.imports_much
 def test_damaged_images_are_rejected(tmp_path):
     good = encode(pixels(1)[0])
     write_hub(tmp_path / "test.parquet", [good], [0])

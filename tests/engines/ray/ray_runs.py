@@ -1,4 +1,4 @@
-"""Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_ray``."""
+"""Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_engine.py``."""
 
 import json
 import os
