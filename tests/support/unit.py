@@ -66,7 +66,7 @@ def is_unit(item) -> bool:
 
 
 def forbid_starts(monkeypatch):
-    """Let starts of runs, workers and Python programs fail; other programs may start, because libraries call some at import."""
+    """Let starts of runs, workers and Python programs fail; libraries start other programs when they are imported."""
     popen = subprocess.Popen.__init__
 
     def start(*args, **options):

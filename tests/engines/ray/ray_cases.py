@@ -1,4 +1,4 @@
-"""The engine ``ray``: the numbers of one process, on two real nodes, also when one of them dies. Run by ``test_engine.py``."""
+"""The engine ``ray``: the numbers of one process, on two real nodes, also when one dies. Run by ``test_engine.py``."""
 
 import os
 import subprocess
