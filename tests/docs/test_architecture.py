@@ -36,7 +36,7 @@ def imports_between_folders(package):
 
 
 def check_picture(picture, imports):
-    """Every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
+    """Check that every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
     arrows = {room: set() for room in re.findall(r'^ +(\w+)\["', picture, re.M)}
     for upper, lower in re.findall(r"^ +(\w+) --> (.*)$", picture, re.M):
         arrows[upper] |= set(lower.split(" & "))

@@ -85,8 +85,15 @@ def test_sources_are_loaded_twice_and_trained_on():
     check_data("fcube", partition="natural:client", clients=4)
 
 
+def test_a_source_that_differs_between_two_loads_is_rejected(monkeypatch):
+    seeds = iter((0, 1))
+    monkeypatch.setattr("unskew.testing.checks.load_federation", lambda *args, **_: small_federation(seed=next(seeds)))
+    with pytest.raises(AssertionError, match="loading twice gives other inputs"):
+        check_data("random")
+
+
 class Counting(nn.Module):
-    """Model with a state of its own: each forward pass changes its outputs."""
+    """Model whose outputs also depend on the number of forward passes, which is neither a parameter nor a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -100,7 +107,10 @@ class Counting(nn.Module):
 def test_models_are_functions_of_their_parameters():
     check_model(SmallBatchNorm())
     check_model("mlp", model_options={"hidden": [4]})
-    with pytest.raises(AssertionError), pytest.warns(UserWarning, match="gives other numbers"):
+    with (
+        pytest.raises(AssertionError, match="no function of its parameters"),
+        pytest.warns(UserWarning, match="gives other numbers"),
+    ):
         check_model(Counting())
 
 
