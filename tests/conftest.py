@@ -11,14 +11,14 @@ from support.unit import forbid_starts, is_unit
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items):
-    """Unit tests are known by what they call."""
+    """Mark unit tests, which are recognized by the names that they use."""
     for item in items:
         if is_unit(item):
             item.add_marker(pytest.mark.unit)
 
 
 FONTS = Path(__file__).parents[1] / ".pytest_cache" / "matplotlib"
-"""Matplotlib's list of fonts, which takes seconds to make, is kept from one run of the tests to the next."""
+"""Folder that keeps Matplotlib's list of fonts between runs of the tests, because it takes seconds to create."""
 
 
 def pytest_collection_finish(session):
@@ -28,7 +28,7 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup():
-    """Libraries that a test imports add handlers to the root logger, which would take the notices of later tests."""
+    """Remove the handlers that imported libraries add to the root logger, which would receive messages of later tests."""
     logging.getLogger().handlers.clear()
 
 
@@ -40,7 +40,7 @@ def threads():
 
 @pytest.fixture(autouse=True)
 def _alone(request, monkeypatch):
-    """A unit test starts no process and no run."""
+    """Let a unit test fail if it starts a process or a run."""
     if request.node.get_closest_marker("unit") is not None:
         forbid_starts(monkeypatch)
 

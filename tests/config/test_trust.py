@@ -279,7 +279,7 @@ def test_registered_methods_name_no_import_path(expression, registered):
     "path", ["sent_module:2", "sent_module:-1", "sent_module:.5", "sent_module: 3", "sent_module:1.net"]
 )
 def test_texts_without_import_path_cannot_be_imported(folder, path):
-    """What ``no_import_path`` accepts is rejected before the module is imported."""
+    """Texts that ``no_import_path`` accepts are rejected before a module is imported."""
     assert no_import_path(path)
     with pytest.raises(ConfigError, match="is not an import path"):
         import_from_path(path, "the model")

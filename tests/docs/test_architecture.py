@@ -14,7 +14,7 @@ def test_the_line_of_a_method_shown_to_contributors_is_in_the_registry():
 
 
 def imports_between_folders(package):
-    """Which folder inside a package imports which other; the modules beside them count as one, called root."""
+    """Return the other folders that each folder inside a package imports; the modules next to them count as one, ``root``."""
     arrows = {}
     start = ROOT.joinpath(*package.split("."))
     for path in start.rglob("*.py"):
@@ -36,7 +36,7 @@ def imports_between_folders(package):
 
 
 def check_picture(picture, imports):
-    """Every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
+    """Check that every folder is drawn, every arrow is an import, every import runs along the arrows, and none leads up."""
     arrows = {room: set() for room in re.findall(r'^ +(\w+)\["', picture, re.M)}
     for upper, lower in re.findall(r"^ +(\w+) --> (.*)$", picture, re.M):
         arrows[upper] |= set(lower.split(" & "))

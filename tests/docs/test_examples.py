@@ -10,10 +10,10 @@ import tokenize
 from pathlib import Path
 
 import pytest
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew.config.loader import experiment, load_yaml
+from unskew.testing import assert_engines_agree
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

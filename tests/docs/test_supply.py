@@ -1,4 +1,4 @@
-"""What a deployment installs: pinned with hashes, and what is said of known faults is not more than was looked up."""
+"""Requirements of a deployment are pinned with hashes, and the audit reports nothing as checked that was not looked up."""
 
 import importlib.util
 import json

@@ -4,8 +4,7 @@ import ast
 import builtins
 import re
 
-from support.pages import DOCS, ROOT
-from support.pages import package_modules as modules
+from support.pages import DOCS, ROOT, package_modules
 
 from unskew.cli.app import commands
 
@@ -24,7 +23,7 @@ def base_names(node):
 def test_public_functions_of_several_parameters_describe_each():
     """Overriding methods are described where they are first defined, commands by their options."""
     defined, bases, public = {}, {}, []
-    for path, tree in modules():
+    for path, tree in package_modules():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 defined.setdefault(node.name, set()).update(f.name for f in node.body if isinstance(f, FUNCTIONS))
@@ -52,10 +51,10 @@ def test_public_functions_of_several_parameters_describe_each():
 
 def test_docstrings_name_exceptions_that_exist():
     known = set(dir(builtins)) | {"pickle.PicklingError"}
-    known |= {node.name for _, tree in modules() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    known |= {node.name for _, tree in package_modules() for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
     unknown = [
         f"{path}:{node.lineno} {name}"
-        for path, tree in modules()
+        for path, tree in package_modules()
         for node in ast.walk(tree)
         if isinstance(node, (*FUNCTIONS, ast.ClassDef))
         for section in re.findall(r"^Raises:\n((?: {4}.*\n?)+)", ast.get_docstring(node) or "", re.M)
@@ -87,7 +86,7 @@ def test_messages_and_pages_name_only_flags_that_exist():
     known = flags_of(commands()) | set(OF_PROGRAMS.split())
     pages = [*sorted(DOCS.rglob("*.md")), ROOT / "README.md"]
     texts = {page: page.read_text() for page in pages}
-    for path, tree in modules():
+    for path, tree in package_modules():
         if path.name != "other_names.py":
             strings = (node.value for node in ast.walk(tree) if isinstance(node, ast.Constant))
             texts[path] = " ".join(value for value in strings if isinstance(value, str))

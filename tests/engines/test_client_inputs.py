@@ -4,22 +4,17 @@ It is no GPU, but finds on any machine what a GPU would refuse, or wait for at e
 to it are counted: a round may take a constant number of them, whatever the number of clients.
 """
 
-from dataclasses import replace
-
 import pytest
 import torch
 from support.federations import QUICK, SmallBatchNorm, blobs
+from support.protocol import server_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS
-from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.training_config import Training
-from unskew.simulation.server import Server
-from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 META = torch.device("meta")
@@ -111,8 +106,7 @@ class Cohort:
         training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1, momentum=0.5, augment=augment)
         data = federation.to(META) if there else federation
         setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)
-        info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
-        self.server = Server(ServerSetup(what, server_rule(what), spec, info))
+        self.server = server_of(what, spec, federation)
         self.server.state.changed = True  # otherwise two models are compared, of which the meta device has no numbers
         self.engine, self.clients = VectorizedEngine(setup), clients
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
+from support.protocol import server_of
 from support.tolerance import assert_close
 
 import unskew
@@ -18,12 +19,8 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import server_rule
-from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import finite_flags
 from unskew.protocol.training_config import Training
-from unskew.simulation.server import Server
-from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
 CUDA = torch.device("cuda")
@@ -61,8 +58,7 @@ def engines(memory=None, model=None, name="fedavg", clients=21, **options):
     training = Training(local_epochs=1, batch_size=4, lr=0.1)
     task, cpu = TASKS["classification"], torch.device("cpu")
     setup = EngineConfig(spec, federation, what.client, task, training, 0, cpu)
-    info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
-    server = Server(ServerSetup(what, server_rule(what), spec, info))
+    server = server_of(what, spec, federation)
     engine = VectorizedEngine(setup, memory, **options)
     return engine, InlineEngine(setup), [server.broadcaster.broadcast(0, k) for k in range(clients)]
 

@@ -7,12 +7,13 @@ import torch
 from support.engine_methods import ALL_METHODS, EARLY, SUMS
 from support.federations import SmallBatchNorm, blobs, small_model
 from support.slow import slow_but
-from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
+from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups
 from unskew.protocol.messages import Broadcast, ClientState
 from unskew.protocol.rules import ClientRule
+from unskew.testing import assert_engines_agree
 
 SIZES = [5, 19, 8, 13, 21, 11]
 

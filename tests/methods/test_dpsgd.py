@@ -10,7 +10,6 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import broadcast, facts, holdings
 from support.running import Stop, StopAfter
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew.engines.base import EngineConfig
@@ -28,6 +27,7 @@ from unskew.protocol.training_config import Training
 from unskew.secret_draws import SecretKey, SystemEntropy
 from unskew.seeding import generator
 from unskew.tasks.registry import TASKS
+from unskew.testing import assert_engines_agree
 
 SIZES = [9, 14, 9, 14, 9, 9, 14, 9]
 FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "engine": "inline", "precision": "fp64"}
@@ -320,7 +320,7 @@ SUPPORTED = {
 
 
 def has_only_server_rules(name):
-    """Whether a method changes nothing at the clients; a method that trains without clients is none."""
+    """Return whether a method changes nothing at the clients, and trains with them."""
     own = method(name)
     return not (own.data or own.client or own.sync) and server_rule(own).steps_without != "clients"
 

@@ -1,47 +1,31 @@
 """FedACG against a loop over the paper's formulas, and in its limits."""
 
-import numpy as np
 import pytest
 import torch
-from support.batch_loop import CLASSES, DECAY, FEATURES, LR, MOMENTUM, initial, run
+from support.batch_loop import initial, local, loss, run
 
 from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 
 EXACT = 1e-12
 MU, BETA = 0.3, 0.6
-
-
-def gradient(v, x, y):
-    """The gradient of the mean cross-entropy of a linear classifier at ``v [d]``, in NumPy."""
-    w, b = v[: CLASSES * FEATURES].reshape(CLASSES, FEATURES), v[CLASSES * FEATURES :]
-    z = x @ w.T + b
-    p = np.exp(z - z.max(1, keepdims=True))
-    p /= p.sum(1, keepdims=True)
-    p[np.arange(len(y)), y] -= 1
-    return np.concatenate([(p.T @ x).ravel(), p.sum(0)]) / len(y)
-
-
-def trained(phi, batches):
-    """The model of a client after SGD with momentum and weight decay on the regularized loss, from ``phi [d]``."""
-    v, buffer = phi.copy(), np.zeros_like(phi)
-    for x, y in batches:
-        slope = gradient(v, x.double().numpy(), y.numpy()) + MU * (v - phi)
-        buffer = MOMENTUM * buffer + slope + DECAY * v
-        v = v - LR * buffer
-    return v
+slope = torch.func.grad(loss)
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_a_run_is_the_papers_loop(participation):
     result, cohorts = run(f"fedacg:mu={MU},beta={BETA}", participation)
-    theta = initial().numpy()
-    m = np.zeros_like(theta)
+    theta = initial()
+    m = torch.zeros_like(theta)
     for cohort in cohorts:
         phi = theta + BETA * m
-        theta = np.mean([trained(phi, batches) for batches in cohort.values()], axis=0)
+
+        def direction(v, x, y, phi=phi):
+            return slope(v, x, y) + MU * (v - phi)
+
+        theta = torch.stack([local(phi, batches, direction) for batches in cohort.values()]).mean(0)
         m = BETA * m + theta - phi
-    assert np.abs(result.vector.numpy() - theta).max() < EXACT
+    assert float((result.vector - theta).abs().max()) < EXACT
 
 
 def test_the_first_round_is_fedprox_and_later_rounds_are_not():

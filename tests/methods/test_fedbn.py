@@ -9,12 +9,13 @@ import torch
 from safetensors.torch import load_file
 from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter
-from support.tolerance import MAGNIFIED, assert_close, assert_engines_agree
+from support.tolerance import MAGNIFIED, assert_close
 
 import unskew
 from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.simulation.sampler import Sampler
+from unskew.testing import assert_engines_agree
 
 BUDGET = {"lr": 0.2, "local_steps": 6, "batch_size": 100, "momentum": 0.5, "precision": "fp64", "participation": 0.4}
 ROUNDS = 3

@@ -4,10 +4,11 @@ import numpy as np
 import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
-from support.tolerance import TRAINING, assert_close, assert_engines_agree, near
+from support.tolerance import TRAINING, assert_close, near
 
 import unskew
 from unskew.methods.fedntd import not_true
+from unskew.testing import assert_engines_agree
 
 
 def some(samples=7, classes=5, seed=0):

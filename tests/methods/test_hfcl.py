@@ -9,11 +9,12 @@ import torch
 from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, call
 from support.slow import slow_but
-from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree
+from support.tolerance import MAGNIFIED, TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
 from unskew.simulation.network import Network
+from unskew.testing import assert_engines_agree
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -3,10 +3,10 @@
 import pytest
 import torch
 from support.federations import blobs
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew.errors import ConfigError
+from unskew.testing import assert_engines_agree
 
 
 def train(rule, engine="inline", **options):

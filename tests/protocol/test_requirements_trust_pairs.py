@@ -6,10 +6,10 @@ import pytest
 import torch
 from support.federations import blobs
 from support.slow import slow_but
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew.errors import UnskewError
+from unskew.testing import assert_engines_agree
 
 SIZES = [9, 14, 11, 8, 12, 10]
 FEW = {"rounds": 3, "local_steps": 2, "batch_size": 4, "lr": 0.05, "precision": "fp64", "model": "mlp"}

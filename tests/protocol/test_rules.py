@@ -10,7 +10,7 @@ from support.federations import SmallBatchNorm, blobs
 from support.protocol import an_update, state_at
 from support.quadratic import Quadratics, gradient, problem
 from support.running import Stop, StopAfter
-from support.tolerance import TRAINING, assert_close, assert_engines_agree
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
@@ -18,6 +18,7 @@ from unskew.methods.registry import describe_all, method
 from unskew.protocol.data_preparation import ClientPayloads, ServerPayload
 from unskew.protocol.rules import DataRule, ServerRule, SyncRule
 from unskew.protocol.updates import Aggregate
+from unskew.testing import assert_engines_agree
 
 
 class HeadOften(SyncRule):

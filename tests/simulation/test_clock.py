@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from support.federations import blobs
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
@@ -14,6 +13,7 @@ from unskew.simulation.checkpoint import read_manifest
 from unskew.simulation.checkpoint_manifest import check_manifest
 from unskew.simulation.clock import draw_speeds
 from unskew.simulation.run_warnings import late_updates_warning
+from unskew.testing import assert_engines_agree
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

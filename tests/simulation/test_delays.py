@@ -12,7 +12,7 @@ from support.federations import SmallBatchNorm, blobs
 from support.protocol import an_update, some_updates
 from support.running import call
 from support.slow import slow_but
-from support.tolerance import TRAINING, assert_close, assert_engines_agree
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import CheckpointError, ConfigError, DataError
@@ -24,6 +24,7 @@ from unskew.simulation.client_store import ClientStore
 from unskew.simulation.delays import Delays
 from unskew.simulation.network import Network
 from unskew.simulation.update_buffer import UpdateBuffer, empty_updates
+from unskew.testing import assert_engines_agree
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -36,7 +36,7 @@ def first_names(text):
 
 @cache
 def generator():
-    """The module that fills in what pages show of the code."""
+    """Return the module ``docs/generate.py``, which fills in the parts of pages that follow from the code."""
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -45,11 +45,11 @@ def generator():
 
 @cache
 def built(page):
-    """The text of a page of the documentation with its generated parts."""
+    """Return the text of a page of the documentation with its generated parts."""
     return generator().expand(page.read_text(), page.relative_to(DOCS).as_posix())
 
 
 @cache
 def package_modules():
-    """Every module of the package: its path in the repository, and its syntax tree, which is read and not changed."""
+    """Return the path and the syntax tree of every module of the package; tests share the trees and do not change them."""
     return [(path.relative_to(ROOT), ast.parse(path.read_text())) for path in sorted((ROOT / "unskew").rglob("*.py"))]

@@ -1,8 +1,11 @@
 """Messages and contexts made by hand, for tests of single rules; what a test does not care about is filled in."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
+from unskew.methods.fedavg import server_rule
 from unskew.protocol.context import Context
 from unskew.protocol.data_preparation import NOWHERE, PreparedData
 from unskew.protocol.data_rule import apply_data_rule
@@ -10,6 +13,8 @@ from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.messages import Broadcast, ClientState, Update
 from unskew.protocol.training_config import Training
 from unskew.protocol.updates import Aggregate, Updates
+from unskew.simulation.server import Server
+from unskew.simulation.server_state import ServerSetup
 
 NOTHING = torch.zeros(0, dtype=torch.float64)
 
@@ -18,6 +23,12 @@ def facts(clients, dtype=torch.float32):
     """What a server knows of so many clients with one sample each."""
     ones = np.ones(clients, int)
     return FederationInfo(clients, (1,), 2, "classification", dtype, None, lambda k: 1, lambda: None, lambda: ones)
+
+
+def server_of(method, spec, federation, weights=None):
+    """Return the server of a simulated run of a method; ``weights`` overrides those of the method."""
+    info = replace(FederationInfo.of(federation), weights=weights or method.weights or "samples")
+    return Server(ServerSetup(method, server_rule(method), spec, info))
 
 
 def broadcast(round, client, **fields):

@@ -1,25 +1,20 @@
 """Least squares at every client: ``f_k(v) = mean_j 1/2 (a_kj v - b_kj)^2``, whose optimum is known."""
 
-from dataclasses import replace
-
 import numpy as np
 import torch
 
+from support.protocol import server_of
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.base import EngineConfig
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
-from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
-from unskew.simulation.server import Server
-from unskew.simulation.server_state import ServerSetup
 
 LR, STEPS = 0.05, 5
 """The budget of a client where a test names none: full batches."""
@@ -92,8 +87,7 @@ class Quadratics:
         device, plan = torch.device("cpu"), RoundPlan(rounds=1000)  # more than any test asks for
         setup = EngineConfig(self.spec, fed, self.method.client, HalfSquares(), training, seed, device, plan=plan)
         self.engine = {"inline": InlineEngine, "vectorized": VectorizedEngine}[engine](setup)
-        info = replace(FederationInfo.of(fed), weights=weights or self.method.weights or "samples")
-        self.server = Server(ServerSetup(self.method, server_rule(self.method), self.spec, info))
+        self.server = server_of(self.method, self.spec, fed, weights)
         self.sampler, self.network = Sampler(len(A), participation, seed), Network(0.0, seed)
         self.done = 0
 

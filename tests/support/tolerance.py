@@ -19,9 +19,6 @@ TRAINING = 10 * FORMULA
 MAGNIFIED = 10 * TRAINING
 """Roundings of a run that also divides by small numbers, such as Adam's root of the second moment near zero."""
 
-ENGINES = {torch.float64: 1e-10, torch.float32: 1e-5}
-"""What the engines promise: that their vectors differ by no more than this, in float32 relative to their length."""
-
 
 def tolerance(operations: int = FORMULA, size: float = 1.0, dtype: torch.dtype = torch.float64) -> float:
     """The most by which two results of ``operations`` roundings of numbers up to ``size`` can differ in ``dtype``."""
@@ -55,16 +52,6 @@ def assert_close(actual, expected, operations: int = FORMULA, size: float | None
     size = max(_size(found), _size(wanted)) if size is None else size
     atol = tolerance(operations, size, dtype)
     np.testing.assert_allclose(found, wanted, rtol=0, atol=atol, equal_nan=False, err_msg=str(msg))
-
-
-def assert_engines_agree(other, reference):
-    """Two engines keep what they promise to one another: 1e-10 in float64, a relative 1e-5 in float32."""
-    assert other.dtype == reference.dtype
-    assert torch.isfinite(reference).all()
-    if reference.dtype == torch.float64:
-        torch.testing.assert_close(other, reference, rtol=0, atol=ENGINES[torch.float64])
-    else:
-        assert torch.norm(other - reference) <= ENGINES[reference.dtype] * torch.norm(reference)
 
 
 def _array(values) -> np.ndarray:

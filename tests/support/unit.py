@@ -1,4 +1,4 @@
-"""Unit tests: those that start no process and no run, neither themselves nor in what they call of these folders."""
+"""Marking of unit tests: tests that start no process and no run, neither directly nor through helpers of the tests."""
 
 import inspect
 import multiprocessing.process
@@ -11,51 +11,38 @@ from types import CodeType
 from unskew.runs import session
 
 TESTS = str(Path(__file__).parents[1])
-STARTS = {
-    "run",
-    "run_experiment",
-    "compare",
-    "resume",
-    "tune",
-    "diagnose",
-    "leave_one_out",
-    "audit",
-    "carry_out",
-}  # runs
+STARTS = {"run", "run_experiment", "compare", "resume", "tune", "diagnose", "leave_one_out", "audit", "carry_out"}
 STARTS |= {"check_rule", "check_engine", "check_data", "check_model"}  # of unskew.testing
-STARTS |= {"call", "main", "Process", "Popen", "exec"}  # programs and pages
-"""Names of what starts runs and processes."""
+STARTS |= {"call", "main", "Process", "Popen", "exec"}  # commands, processes, and the code of pages
+"""Names of functions that start runs or processes."""
 OTHER_FOLDERS = {"docs", "fuzz"}
-"""Folders of tests that do not test one module: pages and repository files, and random inputs of whole commands."""
+"""Folders of tests that do not test one module but pages, files of the repository, or whole commands with random inputs."""
 
 
 def names(code: CodeType) -> set[str]:
-    """Every name that is used in a function and in those that are defined in it."""
+    """Return the names that are used in a function and in the functions defined inside it."""
     return set(code.co_names).union(*(names(part) for part in code.co_consts if isinstance(part, CodeType)))
 
 
 @cache
 def used_by(function) -> tuple[set[str], list]:
-    """Names that a function uses, and the functions of the tests among them, with those of classes."""
+    """Return the names that a function uses, and the test helpers among them, including the methods of test classes."""
     used = names(function.__code__)
     values = [function.__globals__.get(name) for name in sorted(used)]
     values += [part for value in values if inspect.isclass(value) for part in vars(value).values()]
-    return used, ours(values)
+    return used, functions_of_tests(values)
 
 
-def ours(values) -> list:
-    """Those values that are functions of the tests."""
+def functions_of_tests(values) -> list:
+    """Return the values that are functions defined in the folder of the tests, except those that mark unit tests."""
     functions = [inspect.unwrap(value) for value in values if callable(value)]
-    return [one for one in functions if inspect.isfunction(one) and in_tests(one.__code__.co_filename)]
-
-
-def in_tests(file: str) -> bool:
-    """Whether a file is one of the tests, other than those that mark unit tests."""
-    return file.startswith(TESTS) and file not in (__file__, f"{TESTS}/conftest.py")
+    files = [(one, one.__code__.co_filename) for one in functions if inspect.isfunction(one)]
+    own = (__file__, f"{TESTS}/conftest.py")
+    return [function for function, file in files if file.startswith(TESTS) and file not in own]
 
 
 def starts(functions) -> bool:
-    """Whether one of the functions, or a function of the tests that they reach, uses one of the names."""
+    """Return whether one of the functions, or a test helper that it reaches, uses a name of ``STARTS``."""
     reached, waiting = set(), list(functions)
     while waiting:
         function = waiting.pop()
@@ -69,17 +56,17 @@ def starts(functions) -> bool:
 
 
 def is_unit(item) -> bool:
-    """Whether a collected test is a unit test."""
+    """Return whether a collected test is a unit test."""
     if not hasattr(item, "function"):
         return True  # an example in a docstring
-    if OTHER_FOLDERS & {*item.path.parts[len(Path(TESTS).parts) :]} or item.get_closest_marker("imports_much"):
+    if OTHER_FOLDERS & {*item.path.parts[len(Path(TESTS).parts) :]}:
         return False
-    fixtures = [one.func for defined in item._fixtureinfo.name2fixturedefs.values() for one in defined]
-    return item.get_closest_marker("slow") is None and not starts(ours([item.function, *fixtures]))
+    fixtures = [fixture.func for defined in item._fixtureinfo.name2fixturedefs.values() for fixture in defined]
+    return item.get_closest_marker("slow") is None and not starts(functions_of_tests([item.function, *fixtures]))
 
 
 def forbid_starts(monkeypatch):
-    """Let every start of a run, a worker or a program in Python fail; libraries may call programs when they are imported."""
+    """Let starts of runs, workers and Python programs fail; libraries start other programs when they are imported."""
     popen = subprocess.Popen.__init__
 
     def start(*args, **options):

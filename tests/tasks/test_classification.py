@@ -11,7 +11,7 @@ from support.fedcog import context
 from support.federations import SMALL_COHORT, small_budget, small_model
 from support.multilabel import federation, sample
 from support.slow import slow_but
-from support.tolerance import FEW, TRAINING, assert_close, assert_engines_agree, near
+from support.tolerance import FEW, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
@@ -26,6 +26,7 @@ from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
 from unskew.tasks.classification import Classification, MultiLabel
 from unskew.tasks.registry import TASKS
+from unskew.testing import assert_engines_agree
 
 TASK = MultiLabel()
 FEDCOG = "fedcog:start_round=1,n=11,g_steps=3,lambda_kd=1,lambda_dis=5"

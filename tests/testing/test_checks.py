@@ -9,8 +9,7 @@ from torch import nn
 import unskew
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.registry import make_engine
-from unskew.testing import check_data, check_engine, check_model, check_rule, small_federation
-from unskew.testing.small_problems import SmallBatchNorm
+from unskew.testing import SmallBatchNorm, check_data, check_engine, check_model, check_rule, small_federation
 
 
 @dataclass(frozen=True)
@@ -86,8 +85,15 @@ def test_sources_are_loaded_twice_and_trained_on():
     check_data("fcube", partition="natural:client", clients=4)
 
 
+def test_a_source_that_differs_between_two_loads_is_rejected(monkeypatch):
+    seeds = iter((0, 1))
+    monkeypatch.setattr("unskew.testing.checks.load_federation", lambda *args, **_: small_federation(seed=next(seeds)))
+    with pytest.raises(AssertionError, match="loading twice gives other inputs"):
+        check_data("random")
+
+
 class Counting(nn.Module):
-    """Model with a state of its own: each forward pass changes its outputs."""
+    """Model whose outputs also depend on the number of forward passes, which is neither a parameter nor a buffer."""
 
     def __init__(self):
         super().__init__()
@@ -101,7 +107,10 @@ class Counting(nn.Module):
 def test_models_are_functions_of_their_parameters():
     check_model(SmallBatchNorm())
     check_model("mlp", model_options={"hidden": [4]})
-    with pytest.raises(AssertionError), pytest.warns(UserWarning, match="gives other numbers"):
+    with (
+        pytest.raises(AssertionError, match="no function of its parameters"),
+        pytest.warns(UserWarning, match="gives other numbers"),
+    ):
         check_model(Counting())
 
 

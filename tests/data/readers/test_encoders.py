@@ -9,7 +9,7 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import roc_auc_score
 from support.running import call
-from support.tolerance import assert_engines_agree, near
+from support.tolerance import near
 
 import unskew
 from unskew.data.column_statistics import category_bytes, counts_and_sums, global_moments, sums_of_squares
@@ -18,6 +18,7 @@ from unskew.errors import ConfigError, DataError
 from unskew.models.registry import build_model
 from unskew.models.zoo.basic import Logistic
 from unskew.models.zoo.tabular import TableMLP
+from unskew.testing import assert_engines_agree
 
 pytest.importorskip("pyarrow")
 TINY = {"rounds": 2, "local_steps": 3, "batch_size": 8, "lr": 0.1, "engine": "inline"}

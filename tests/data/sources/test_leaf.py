@@ -1,6 +1,5 @@
 """Data by user: FEMNIST and CelebA in the hub's layout, LEAF's JSON files, coarse labels, and other data at the server."""
 
-import io
 import json
 import string
 from dataclasses import replace
@@ -21,33 +20,11 @@ datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
+from support.hub_files import encode, write_hub_file  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 CHARACTERS = [*string.digits, *string.ascii_uppercase, *string.ascii_lowercase]
 draws = np.random.default_rng(0)
-
-
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path_factory, monkeypatch):
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
-    sources.load_cached.cache_clear()
-    yield
-    sources.load_cached.cache_clear()
-
-
-def encode(image, form="PNG"):
-    out = io.BytesIO()
-    Image.fromarray(image).save(out, form)
-    return out.getvalue()
-
-
-def write(file, features, **columns):
-    """A parquet file with the hub's schema and metadata."""
-    file.parent.mkdir(parents=True, exist_ok=True)
-    table = {
-        name: [{"bytes": b, "path": None} for b in values] if name in ("image", "img") else values
-        for name, values in columns.items()
-    }
-    parquet.write_table(pa.table(table, schema=datasets.Features(features).arrow_schema), file)
 
 
 def pixels(n, *shape):
@@ -65,7 +42,7 @@ def femnist(tmp_path):
     images = pixels(len(labels), 28, 28)
     features = {"image": datasets.Image(), "writer_id": datasets.Value("string"), "hsf_id": datasets.Value("int64"),
                 "character": datasets.ClassLabel(names=CHARACTERS)}  # fmt: skip
-    write(
+    write_hub_file(
         tmp_path / "femnist" / "data" / "train-00000-of-00001.parquet", features,
         image=[encode(x) for x in images], writer_id=writers, hsf_id=[0] * len(labels), character=labels,
     )  # fmt: skip
@@ -105,7 +82,7 @@ def celeba(tmp_path):
                 "Smiling": datasets.Value("bool")}  # fmt: skip
     for split, people in (("train", [7, 7, 7, 2, 2, 9, 9, 9, 9]), ("valid", [1]), ("test", [3, 3, 4])):
         n = len(people)
-        write(
+        write_hub_file(
             tmp_path / "celeba" / "data" / f"{split}-00000-of-00001.parquet", features,
             image=[encode(x, "JPEG") for x in pixels(n, 22, 18, 3)], celeb_id=people,
             Male=[p % 2 == 0 for p in people], Smiling=[i % 3 == 0 for i in range(n)],
@@ -145,7 +122,7 @@ def cifar100(tmp_path):
                 "coarse_label": datasets.ClassLabel(names=["a", "b", "c"])}  # fmt: skip
     for split, n in (("train", 120), ("test", 30)):
         fine = [i % 6 for i in range(n)]
-        write(
+        write_hub_file(
             tmp_path / "cifar100" / f"{split}.parquet", features, img=[encode(x) for x in pixels(n, 8, 8, 3)],
             fine_label=fine, coarse_label=[f // 2 for f in fine],
         )  # fmt: skip

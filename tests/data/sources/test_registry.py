@@ -14,7 +14,6 @@ from unskew.data.load import load_federation
 from unskew.data.readers import files, images
 from unskew.data.readers.tables import split_rows
 from unskew.data.readers.tokenization import HuggingFaceTokenizer
-from unskew.data.sources import registry as sources
 from unskew.data.sources.registry import HUB, SOURCES, load_source
 from unskew.errors import ConfigError, DataError, UnskewError
 
@@ -22,27 +21,14 @@ datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
+from support.hub_files import encode, write_hub_file  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_cache")
 NAMES = ["airplane", "bird", "cat"]
-
-
-@pytest.fixture(autouse=True)
-def fresh_cache(tmp_path_factory, monkeypatch):
-    """Each test decodes for itself, and ``datasets`` keeps its copies in a temporary folder."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("hf"))
-    sources.load_cached.cache_clear()
-    yield
-    sources.load_cached.cache_clear()
 
 
 def pixels(n: int, shape: tuple[int, ...] = (8, 8, 3), seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (n, *shape), dtype=np.uint8)
-
-
-def encode(image: np.ndarray, form: str = "PNG", mode: str | None = None) -> bytes:
-    out, picture = io.BytesIO(), Image.fromarray(image)
-    (picture if mode is None else picture.convert(mode)).save(out, form)
-    return out.getvalue()
 
 
 def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
@@ -50,14 +36,10 @@ def by_pillow(data: bytes, mode: str = "RGB") -> np.ndarray:
 
 
 def write_hub(file: Path, blobs: list[bytes], labels: list[int], image: str = "img", names=NAMES, **columns) -> None:
-    """A parquet file with the hub's schema and metadata."""
-    features = datasets.Features(
-        {image: datasets.Image(), "label": datasets.ClassLabel(names=names)}
-        | {name: datasets.Value("int64" if isinstance(v[0], int) else "string") for name, v in columns.items()}
-    )
-    data = {image: [{"bytes": b, "path": None} for b in blobs], "label": labels, **columns}
-    file.parent.mkdir(parents=True, exist_ok=True)
-    parquet.write_table(pa.table(data, schema=features.arrow_schema), file)
+    """Write a file of images, labels, and columns of integers or texts."""
+    features = {image: datasets.Image(), "label": datasets.ClassLabel(names=names)}
+    features |= {name: datasets.Value("int64" if isinstance(v[0], int) else "string") for name, v in columns.items()}
+    write_hub_file(file, features, **{image: blobs, "label": labels, **columns})
 
 
 def channels_last(x: torch.Tensor) -> bool:
@@ -224,7 +206,6 @@ def test_the_server_has_the_drawn_images_in_the_clients_size_for_every_seed(tmp_
     assert np.array_equal(first.x, second.x)
 
 
-@pytest.mark.imports_much
 def test_a_changed_file_is_read_again(tmp_path):
     for labels in ([0, 1], [1, 2, 0]):
         blobs = [encode(x) for x in pixels(len(labels))]
@@ -233,7 +214,6 @@ def test_a_changed_file_is_read_again(tmp_path):
         assert load_source("cifar10", path=tmp_path).train.y.tolist() == labels
 
 
-@pytest.mark.imports_much
 def test_damaged_images_are_rejected(tmp_path):
     good = encode(pixels(1)[0])
     write_hub(tmp_path / "test.parquet", [good], [0])

@@ -1,4 +1,4 @@
-"""The engine ``ray``: the numbers of one process, on two real nodes, also when one of them dies. Run by ``test_ray``."""
+"""The engine ``ray``: the numbers of one process, on two real nodes, also when one dies. Run by ``test_engine.py``."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ import yaml
 from support import ray_nodes
 from support.engine_methods import ALL_METHODS, EARLY, SUMS
 from support.federations import blobs, small_budget, small_model
-from support.ray_nodes import STORE, TOKEN, Node, cluster
+from support.ray_nodes import STORE, TOKEN, Node
 
 import unskew
 from unskew.engines.ray import cluster as ray_cluster
@@ -29,14 +29,6 @@ SECONDS, KILLS = 600, int(os.environ.get("UNSKEW_TEST_KILLS", "20"))
 """For a script that begins and ends a cluster on a busy machine, and how many kills it makes."""
 
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    """Two nodes, and this process connected to them. Ray's sockets need a short path."""
-    with tempfile.TemporaryDirectory(prefix="ray") as folder, cluster(folder) as (address, started):
-        yield address, started
-        ray.shutdown()
 
 
 def train(method, engine, address=None, ray=None, **options):

@@ -1,35 +1,23 @@
-"""Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_ray``."""
+"""Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_engine.py``."""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import pytest
-from support.ray_nodes import TOKEN, cluster
+from support.ray_nodes import TOKEN
 from support.sweeps import small_table
 
 import unskew
 from unskew.errors import ConfigError
 from unskew.records.recorder import Callback
 
-os.environ |= TOKEN
-
-import ray
-
+os.environ |= TOKEN  # before Ray is imported
 pytestmark = pytest.mark.usefixtures("undrawn")
-
-
-@pytest.fixture(scope="module")
-def nodes():
-    """Two nodes, and this process connected to them."""
-    with tempfile.TemporaryDirectory(prefix="ray") as folder, cluster(folder) as (address, started):
-        yield address, started
-        ray.shutdown()
 
 
 class KillsOne(Callback):

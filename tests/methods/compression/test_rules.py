@@ -13,7 +13,7 @@ from support.slow import as_slow
 import unskew
 from unskew.deployment.wire.frames import Blob
 from unskew.deployment.wire.tensor_codec import encode_tensor
-from unskew.errors import MethodConflictError, UnskewError
+from unskew.errors import ConfigError, MethodConflictError, UnskewError
 from unskew.methods.compression.rules import BF16, FP16, QSGD, Int8, PowerSGD, RandK, Sign, TopK
 from unskew.models.spec import ModelSpec
 from unskew.protocol.payload import UploadContext, uploaded_shapes
@@ -277,14 +277,26 @@ def test_invalid_codes_of_a_site_are_rejected_and_named(spoil, reason, tmp_path)
         ("topk+dp:noise=1", {}, MethodConflictError),
         ("feddm+topk", {}, MethodConflictError),
         ("topk", {"secure_aggregation": "required"}, MethodConflictError),
-        ("topk:share=0", {}, UnskewError),
-        ("powersgd:rank=0", {}, UnskewError),
         ("fedals+topk:down=true", {}, MethodConflictError),
     ],
 )
 def test_what_cannot_be_combined_is_reported_before_training(method, options, error):
     with pytest.raises(error):
         unskew.run(blobs(SIZES), model="mlp", method=method, rounds=1, **options)
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        *(f"{name}:share={share}" for name in ("topk", "randk") for share in (0, -0.1, 1.5, "nan")),
+        *(f"qsgd:{option}" for option in ("levels=0", "levels=16385", "bucket=0")),
+        "int8:bucket=0",
+        "powersgd:rank=0",
+    ],
+)
+def test_options_out_of_range_are_named(option):
+    with pytest.raises(ConfigError, match=f"{option} is not valid"):
+        unskew.method(option)
 
 
 @pytest.mark.parametrize("option", ["feedback", "down"])

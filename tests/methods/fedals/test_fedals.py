@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.federations import blobs
 from support.slow import slow_but
-from support.tolerance import MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near
+from support.tolerance import MAGNIFIED, TRAINING, assert_close, near
 from torch import nn
 
 import unskew
@@ -18,6 +18,7 @@ from unskew.methods.registry import method
 from unskew.models.layer_groups import layer_groups
 from unskew.models.registry import build_model
 from unskew.models.spec import ModelSpec
+from unskew.testing import assert_engines_agree
 
 SIZES = [9, 14, 11]
 

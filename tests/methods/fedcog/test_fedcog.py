@@ -8,7 +8,7 @@ import torch
 from support.fedcog import context, other_vector, small_net, train
 from support.federations import QUICK, SmallBatchNorm
 from support.slow import slow_but
-from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, assert_engines_agree, near, tolerance
+from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near, tolerance
 from torch import nn
 
 import unskew
@@ -19,6 +19,7 @@ from unskew.methods.registry import METHODS, rule_class
 from unskew.protocol.method import class_slots
 from unskew.seeding import fold
 from unskew.tasks.classification import Classification
+from unskew.testing import assert_engines_agree
 
 
 @pytest.fixture

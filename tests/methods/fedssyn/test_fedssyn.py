@@ -19,7 +19,6 @@ from support.federations import SmallBatchNorm
 from support.protocol import prepared
 from support.running import call
 from support.slow import slow_but
-from support.tolerance import assert_engines_agree
 
 import unskew
 from unskew import Federation
@@ -34,6 +33,7 @@ from unskew.methods.fedssyn.synthetic_sets import refusing_clients
 from unskew.protocol.data_preparation import PreparedData, Workspace
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Training
+from unskew.testing import assert_engines_agree
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from support.federations import SmallBatchNorm, blobs
-from support.tolerance import MAGNIFIED, assert_close, assert_engines_agree
+from support.tolerance import MAGNIFIED, assert_close
 from torch import nn
 
 import unskew
@@ -16,6 +16,7 @@ from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchec
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
+from unskew.testing import assert_engines_agree
 
 CLIENTS, BATCH, CLASSES = 3, 4, 5
 

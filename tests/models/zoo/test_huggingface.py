@@ -15,7 +15,7 @@ from support.federations import SMALL_COHORT
 from support.running import assert_same_run, call
 from support.slow import slow_but
 from support.tiny import BERT, GENRES, OPT, opt_folder, rows, tokenizer, write_jsonl
-from support.tolerance import FEW, MAGNIFIED, assert_close, assert_engines_agree, near
+from support.tolerance import FEW, MAGNIFIED, assert_close, near
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
@@ -35,6 +35,7 @@ from unskew.runs.run import resume, run_experiment
 from unskew.runs.session import Session
 from unskew.simulation import evaluate
 from unskew.tasks.registry import TASKS
+from unskew.testing import assert_engines_agree
 
 pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("heavy")]
 
