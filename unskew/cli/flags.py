@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
-from unskew.config_fields import Flag
+from unskew.config_fields import Flag, inner_section
 from unskew.filesystem import parse_path
 from unskew.option_parsing import docstring_entries
 
@@ -59,14 +59,17 @@ def field_flags(section: type[BaseModel] = Experiment, path: tuple[str, ...] = (
         Name and flag of each.
     """
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from field_flags(kind, (*path, name))
+        inner = inner_section(field)
+        if inner is not None:
+            yield from field_flags(inner, (*path, name))
         for flag in field.metadata:
             if isinstance(flag, Flag):
                 default = "" if field.default in (None, "", (), False) else f" [default: {field.default}]"
                 text = " ".join((field.description or "").replace("``", "").split())
-                yield flag.name or name, FieldFlag((*path, name), value_type(kind), flag.panel, text + default)
+                yield (
+                    flag.name or name,
+                    FieldFlag((*path, name), value_type(field.annotation), flag.panel, text + default),
+                )
 
 
 def value_type(annotation: Any) -> type:
@@ -162,7 +165,7 @@ def complete_option(info: OptionInfo, parameter: inspect.Parameter, kind: Any) -
         parameter: Parameter of a command.
         kind: Type of its values.
     """
-    if info.default is ...:  # the first name of an option in an annotation
+    if info.default is ...:  # an option without a name; otherwise Typer stores its first name here
         flag = f"--{parameter.name.replace('_', '-')}"
         info.param_decls = (f"{flag}/--no-{flag[2:]}" if parameter.default is True else flag,)
     if kind in (Path, Path | None):

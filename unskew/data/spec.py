@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from unskew.config_fields import DATA, Flag, Section
+from unskew.config_fields import DATA, Flag, Section, as_value_error
 from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.expressions import parse_expression, split_list, unquote
@@ -345,10 +345,8 @@ class CsvConfig(Section):
 
     @pydantic.model_validator(mode="after")
     def _is_valid(self) -> CsvConfig:
-        try:
+        with as_value_error():
             self.spec  # noqa: B018
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
         return self
 
 
@@ -427,10 +425,8 @@ class DataSpec(Section):
     @classmethod
     def _is_expression(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if value is not None:
-            try:
+            with as_value_error():
                 (parse_split if info.field_name == "split_by" else parse_shift)(value)
-            except ConfigError as error:
-                raise ValueError(str(error).rstrip(".")) from error
         return value
 
     @pydantic.model_validator(mode="before")
