@@ -36,12 +36,12 @@ from unskew.measurements.gradient_dissimilarity import Gradients  # noqa: E402
 from unskew.measurements.local_models import LocalModels  # noqa: E402
 from unskew.measurements.server_cost import ServerCost  # noqa: E402
 from unskew.measurements.update_cosines import UpdateCosines  # noqa: E402
+from unskew.methods.conflicts import grouped_conflicts  # noqa: E402
 from unskew.methods.registry import (  # noqa: E402
     COMPOSITIONS,
     METHODS,
     describe_all,
     describe_method,
-    grouped_conflicts,
     rule_class,
 )
 from unskew.models.registry import MODELS, build_model  # noqa: E402

@@ -62,8 +62,8 @@ class FedDM(ClientRule, ServerRule):
         spread: Standard deviation of ``ε`` before it is scaled down.
         server_epochs: Passes over the union of the images.
         server_lr: Learning rate of the server's SGD.
-        server_momentum: Its momentum; our choice.
-        server_batch: Its batch size; our choice.
+        server_momentum: Momentum of the server's SGD; our choice.
+        server_batch: Batch size of the server's SGD; our choice.
     """
 
     name: ClassVar[str] = "feddm"

@@ -59,7 +59,7 @@ class FedGen(ClientRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         a: Weight of the cross-entropy on generated features. ``a=0,b=0`` is FedAvg.
         b: Weight of the distillation.
-        decay: Factor of both per round.
+        decay: Factor of ``a`` and ``b`` per round.
         labels: ``ỹ`` is drawn uniformly from the classes of all clients, as in the authors' code, or from the client's
             ``own``. The server collects the classes from the clients' counts and sends them with the generator.
         gen_steps: Generator steps after each round, as in the authors' code.

@@ -63,7 +63,7 @@ class VHL(DataRule, ClientRule):
         align_epochs: First local epochs of each round in which ``align`` applies. With few ``local_steps`` it always
             applies.
         virtual_batch: Virtual inputs per step, or all if there are fewer.
-        temperature: ``T``, as in the code of the supervised contrastive loss.
+        temperature: Temperature ``T`` of the alignment, as in the code of the supervised contrastive loss.
     """
 
     name: ClassVar[str] = "vhl"

@@ -185,9 +185,9 @@ def unread_tables(path: Path, read: list[Path]) -> list[str]:
         read: Files that are read.
     """
     folder = path if path.is_dir() else path.parent
-    beside = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
+    others = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
     parts = SPLITS if path.stem == "train" else ()
-    return [file.name for file in beside if path.is_dir() or file.stem.lower() in parts]
+    return [file.name for file in others if path.is_dir() or file.stem.lower() in parts]
 
 
 def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
