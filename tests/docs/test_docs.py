@@ -14,9 +14,10 @@ from support.pages import DOCS, ROOT, built, fences, first_names, section, table
 import unskew
 from unskew.cli.app import commands
 from unskew.config.experiment import Experiment, NetworkConfig, RayConfig
+from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
 from unskew.data.sources.registry import SOURCES
-from unskew.data.spec import CsvConfig, TextSpec
+from unskew.data.spec import TextSpec
 from unskew.models.registry import MODELS, build_model
 
 PAGES = [

@@ -80,12 +80,10 @@ def value_type(annotation: Any) -> type:
     """
     if get_origin(annotation) is Annotated:
         return value_type(get_args(annotation)[0])
-    members = [annotation]
     if get_origin(annotation) in (Union, UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
-    if len(members) > 1 or members[0] in (bool, int, float):
-        return str if len(members) > 1 else members[0]
-    return value_type(members[0]) if get_origin(members[0]) is Annotated else str
+        return value_type(members[0]) if len(members) == 1 else str
+    return annotation if annotation in (bool, int, float) else str
 
 
 FLAGS = dict(field_flags())

@@ -21,9 +21,10 @@ from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_m
 from unskew.config.sections import NetworkConfig, RayConfig
 from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
 from unskew.config_fields import EVALUATION, MACHINE, TRAINING, as_value_error
-from unskew.data.spec import DataSpec, as_text_source, is_table, parse_names, text_columns
+from unskew.data.spec import DataSpec, as_text_source, is_table, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import parse_names
 from unskew.methods.registry import method, own_diagnostics
 from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite

@@ -16,8 +16,8 @@ from pydantic import BaseModel
 
 from unskew.config.metrics import is_custom_metric
 from unskew.config_fields import inner_section
-from unskew.data.spec import parse_names
 from unskew.errors import ConfigError
+from unskew.expressions import parse_names
 from unskew.methods.registry import check_expression
 from unskew.models.names import HUB
 from unskew.protocol.search_space import parse_range

@@ -195,9 +195,8 @@ class Sweep:
 
     def _common(self, cell: PresetCell, parent: Experiment) -> tuple[Path, str]:
         """Return the folder and the title of the rounds that a run shares with others."""
-        return self.runs / experiment_hash(
-            parent
-        ), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+        title = f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+        return self.runs / experiment_hash(parent), title
 
     def _followers(self, title: str, common: bool) -> list[Callback]:
         return list(self.follow(title, common))

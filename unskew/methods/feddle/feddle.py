@@ -306,8 +306,7 @@ class Feddle(ServerRule):
 def unpack_anchors(state: Tensors) -> list[Anchor]:
     """Return the atlas stored in a state, in order of arrival."""
     anchors = []
-    for a, (weight, share, client, origin_round, c, fresh) in zip(
-        state["anchors"], state["numbers"].tolist(), strict=True
-    ):
+    rows = zip(state["anchors"], state["numbers"].tolist(), strict=True)
+    for a, (weight, share, client, origin_round, c, fresh) in rows:
         anchors.append(Anchor(a, weight, share, int(client), int(origin_round), None if fresh else c))
     return anchors
