@@ -23,6 +23,7 @@ from unskew.models.names import HUB
 from unskew.protocol.search_space import parse_range
 
 TRUST = "add --trust-code (in Python trust_code=True)"
+"""Advice how to trust a file."""
 NOT_OF_MODEL = ("engine", "metrics", "objective", "ray", "trackers")
 """Fields on which the model of a run does not depend: if only the model is loaded, code that they name is not imported."""
 

@@ -247,7 +247,7 @@ class DataSpec(Section):
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: Annotated[float | tuple[str, ...], DATA] = 0.0
+    unseen: Annotated[Unseen, DATA] = 0.0
     """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
     shift: Annotated[str | None, DATA] = None
     """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""

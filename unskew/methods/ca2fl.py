@@ -43,7 +43,7 @@ class CA2FL(ServerRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         buffer_size: Updates per server step, ``b``.
-        eta: The server's step.
+        eta: Server learning rate.
     """
 
     name: ClassVar[str] = "ca2fl"

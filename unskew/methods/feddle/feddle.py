@@ -91,7 +91,7 @@ class Feddle(ServerRule):
         atlas: Number of directions; by default twice the clients drawn per round.
         trigger: Search in every ``round`` with an arrival, or whenever ``buffer_size`` updates are in (``buffer``).
         buffer_size: Updates per search with ``trigger=buffer``.
-        eta: Step of the fallback, which is FedBuff's step.
+        eta: Server learning rate of the fallback, which is a step of FedBuff.
         a: The fallback's weights decrease with the age in rounds as ``(1 + age)^-a``.
         lr: Adam's learning rate on the coefficients. A step changes a coefficient by about ``lr``, so with few steps
             per search the paper's 0.001 changes little.
