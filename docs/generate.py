@@ -34,12 +34,12 @@ from unskew.measurements.gradient_dissimilarity import Gradients
 from unskew.measurements.local_models import LocalModels
 from unskew.measurements.server_cost import ServerCost
 from unskew.measurements.update_cosines import UpdateCosines
+from unskew.methods.conflicts import grouped_conflicts
 from unskew.methods.registry import (
     COMPOSITIONS,
     METHODS,
     describe_all,
     describe_method,
-    grouped_conflicts,
     rule_class,
 )
 from unskew.models.registry import MODELS, build_model

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import pydantic
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 
 from unskew.errors import ConfigError, plain_message, short_repr, unknown_name
 
@@ -52,6 +54,21 @@ class Section(BaseModel):
 Model = TypeVar("Model", bound=Section)
 
 
+def inner_section(field: FieldInfo) -> type[BaseModel] | None:
+    """Return the section that is the value of a field, or None."""
+    kind = field.annotation
+    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
+
+
+@contextmanager
+def as_value_error() -> Iterator[None]:
+    """Context manager for a validator: a ``ConfigError`` becomes a ``ValueError``, which is reported with the field."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ValueError(str(error).rstrip(".")) from error
+
+
 def check_keys(
     values: Mapping[str, Any], model: type[BaseModel], prefix: str = "", meant: Mapping[str, str] | None = None
 ) -> None:
@@ -70,8 +87,8 @@ def check_keys(
         if key not in model.model_fields:
             known = [f"{prefix}{name}" for name in model.model_fields]
             raise ConfigError(unknown_name("option", f"{prefix}{key}", known, meant=(meant or {}).get(key)))
-        section = model.model_fields[key].annotation
-        if isinstance(value, dict) and isinstance(section, type) and issubclass(section, BaseModel):
+        section = inner_section(model.model_fields[key])
+        if isinstance(value, dict) and section is not None:
             check_keys(value, section, f"{prefix}{key}.")
 
 
@@ -79,8 +96,8 @@ def field_names(model: type[BaseModel]) -> Iterator[str]:
     """Return the names of all fields of a section, and of those of its inner sections."""
     for name, field in model.model_fields.items():
         yield name
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from field_names(field.annotation)
+        if (section := inner_section(field)) is not None:
+            yield from field_names(section)
 
 
 def validate_fields(

@@ -34,7 +34,7 @@ class EngineError(UnskewError):
 
 @contextmanager
 def explain_missing(message: str, error: type[UnskewError] = ConfigError) -> Iterator[None]:
-    """Context manager for the import of an optional package: an :class:`ImportError` becomes an error for users.
+    """Context manager for the import of an optional package: an ``ImportError`` becomes an error for users.
 
     Args:
         message: Text that names the package and how to install it.

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, short_repr
 
 MOST_SEEDS = 1000
 
@@ -96,6 +96,27 @@ def quote(name: str) -> str:
     ('age', '"weight, kg"')
     """
     return '"' + name.replace('"', '""') + '"' if re.search('[",=:]', name) else name
+
+
+def parse_names(value: object) -> tuple[str, ...]:
+    """Return the names in a list or in a comma-separated string, without blanks at their ends.
+
+    Args:
+        value: List of names, or names separated by commas; a name with commas is in double quotes.
+
+    Raises:
+        ConfigError: If the value is neither a string nor a list of strings.
+
+    >>> parse_names('age, "weight, kg"'), parse_names(["a,b"])
+    (('age', 'weight, kg'), ('a,b',))
+    """
+    if isinstance(value, str):
+        return tuple(unquote(part) for part in split_list(value) if part)
+    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
+        raise ConfigError(
+            f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
+        )
+    return tuple(name.strip() for name in value)
 
 
 def parse_expression(text: str, opener: str = ":", separator: str = ",") -> Expression:

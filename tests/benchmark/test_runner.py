@@ -61,6 +61,7 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
     first = call(capsys, *arguments, "--pages", pages)
     assert first.code == 0, first.err
     assert "absent is left out: the file absent.csv is missing" in " ".join(first.out.split())
+    assert "fedper does not apply to few, and is not repeated: " in " ".join(first.out.split())
     runs = SuiteRuns(*load_suite(str(suite_file)), results)
     stored = runs.stored()
     done = [unit for unit in runs.units() if unit.federation == "few"]

@@ -306,7 +306,7 @@ def test_one_method_is_described_with_its_conflicts(capsys):
     )
     assert "fedprox" not in row["conflicts"]
     printed = " ".join(call(capsys, "methods", "scaffold").out.split())
-    assert "The server's step." in printed
+    assert "Server learning rate." in printed
     assert "but the other method shares only a part of it." in printed
     assert call(capsys, "methods", "scafold").code == 2
 

@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from support.fuzzing import NUMBERS, TEXTS, near, nested, numbers, plain, texts
 from unskew.config.experiment import DIAGNOSES, Experiment
 from unskew.config.sections import NetworkConfig
+from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
-from unskew.data.spec import CsvConfig, TextSpec
+from unskew.data.spec import TextSpec
 from unskew.methods.registry import METHODS, rule_class
 from unskew.models.registry import MODELS
 from unskew.option_parsing import option_defaults

@@ -179,7 +179,8 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
         callbacks: Callbacks of the job; not used.
 
     Returns:
-        The error with which the unit failed; None if its outcome was stored.
+        The error with which the unit failed; None if its outcome was stored. If the method does not fit the data, the
+        outcome is the reason.
     """
     started = time.perf_counter()
     settings = run_settings(runs.suite, runs.federations[unit.federation], runs.data)

@@ -181,8 +181,6 @@ def compare(
     which = parse_seeds(seeds)
     # The file may be written for a single run; methods and seeds of the comparison come from the command line.
     values = config_values(config, context, ignored=("method", "seed"))
-    for name in ("method", "seed"):
-        values.pop(name, None)
     checked = experiment({**next(iter(each.values()), {}), **values})
     set_default_model(checked, {**next(iter(each.values()), {}), **values})
     target = values.pop("target", None)
@@ -284,19 +282,11 @@ def resume(
     show(result, folder, console, as_json)
 
 
-INFORM = (
-    cli_info.methods,
-    cli_info.models,
-    cli_info.partition,
-    init,
-    diagnose,
-    demo,
-    doctor,
-    evaluate,
-    export,
-    predict,
+COMMANDS = (
+    *(cli_info.methods, cli_info.models, cli_info.partition, init, diagnose, demo, doctor, evaluate, export, predict),
+    *(privacy, benchmark, audit_privacy, report, reproduce, tune),
 )
-for function in (*INFORM, privacy, benchmark, audit_privacy, report, reproduce, tune):
+for function in COMMANDS:
     app.command(cls=Sections if function in (cli_info.partition, diagnose, tune) else None)(function)
 for command in app.registered_commands:
     name = command.callback.__name__  # type: ignore[union-attr]

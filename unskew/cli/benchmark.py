@@ -86,10 +86,14 @@ def benchmark(
             return
         if todo:
             failures = _run(runs, todo, at_once, results, console)
+            stored = runs.stored()
+            for unit in todo:
+                if reason := stored.get(unit, {}).get("not_applicable"):
+                    text = f"{unit.method} does not apply to {unit.federation}, and is not repeated: {reason}"
+                    console.print(text, style="yellow", soft_wrap=True, highlight=False)
     if pages is not None:
         write_pages(runs, pages)
     if as_json:
-        stored = runs.stored()
         shown = [{**vars(unit), **stored[unit]} for unit in wanted if unit in stored]
         print_json(
             {

@@ -299,10 +299,8 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
         for row in (*own, {**mean, "client": "mean"}):
             last = "all_clients" in row
             if last:
-                counts = [
-                    f"{number} client{'s' if number != 1 else ''}"
-                    for number in (row["all_clients"], row["difference_clients"])
-                ]
+                numbers = (row["all_clients"], row["difference_clients"])
+                counts = [f"{number} client{'s' if number != 1 else ''}" for number in numbers]
             else:
                 counts = [f"{row[key]:,}" for key in ("samples", "num_held_out")]
             all_samples = [value_text(metric, row["all"]), interval_text(metric, row["all_interval"]) or "-"]

@@ -17,7 +17,7 @@ from typer.models import OptionInfo
 
 from unskew.config.experiment import Experiment
 from unskew.config.other_names import OF_OTHERS
-from unskew.config_fields import Flag
+from unskew.config_fields import Flag, inner_section
 from unskew.filesystem import parse_path
 from unskew.option_parsing import docstring_entries
 
@@ -59,14 +59,17 @@ def field_flags(section: type[BaseModel] = Experiment, path: tuple[str, ...] = (
         Name and flag of each.
     """
     for name, field in section.model_fields.items():
-        kind = field.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from field_flags(kind, (*path, name))
+        inner = inner_section(field)
+        if inner is not None:
+            yield from field_flags(inner, (*path, name))
         for flag in field.metadata:
             if isinstance(flag, Flag):
                 default = "" if field.default in (None, "", (), False) else f" [default: {field.default}]"
                 text = " ".join((field.description or "").replace("``", "").split())
-                yield flag.name or name, FieldFlag((*path, name), value_type(kind), flag.panel, text + default)
+                yield (
+                    flag.name or name,
+                    FieldFlag((*path, name), value_type(field.annotation), flag.panel, text + default),
+                )
 
 
 def value_type(annotation: Any) -> type:
@@ -77,12 +80,10 @@ def value_type(annotation: Any) -> type:
     """
     if get_origin(annotation) is Annotated:
         return value_type(get_args(annotation)[0])
-    members = [annotation]
     if get_origin(annotation) in (Union, UnionType):
         members = [member for member in get_args(annotation) if member is not type(None)]
-    if len(members) > 1 or members[0] in (bool, int, float):
-        return str if len(members) > 1 else members[0]
-    return value_type(members[0]) if get_origin(members[0]) is Annotated else str
+        return value_type(members[0]) if len(members) == 1 else str
+    return annotation if annotation in (bool, int, float) else str
 
 
 FLAGS = dict(field_flags())
@@ -162,7 +163,7 @@ def complete_option(info: OptionInfo, parameter: inspect.Parameter, kind: Any) -
         parameter: Parameter of a command.
         kind: Type of its values.
     """
-    if info.default is ...:  # the first name of an option in an annotation
+    if info.default is ...:  # an option without a name; otherwise Typer stores its first name here
         flag = f"--{parameter.name.replace('_', '-')}"
         info.param_decls = (f"{flag}/--no-{flag[2:]}" if parameter.default is True else flag,)
     if kind in (Path, Path | None):

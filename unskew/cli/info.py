@@ -28,7 +28,8 @@ def methods(
     """
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table, print_method
-    from unskew.methods.registry import COMPOSITIONS, conflicts, describe_method, grouped_conflicts
+    from unskew.methods.conflicts import conflicts, grouped_conflicts
+    from unskew.methods.registry import COMPOSITIONS, describe_method
 
     if name is not None:
         row = describe_method(name)

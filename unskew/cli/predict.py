@@ -55,7 +55,7 @@ def predict(
     check_run(run)
     check_output(out, run, rows)
     from unskew.cli.progress import progress_while_waiting
-    from unskew.data.spec import parse_names
+    from unskew.expressions import parse_names
     from unskew.serving.input_files import file_columns, read_rows
     from unskew.serving.load import load_predictor
 

@@ -104,7 +104,7 @@ def compare(
     experiment({**options, "target": target})  # validate the options, including the target
     values, own_model = config_from_arguments(options, federation, model), model_object(model)
     own = overrides_by_method(overrides, list(by_name))
-    plan = ComparisonPlan(federation, own_model, by_name, which, values, own, without_synthetic(by_name), folder)
+    plan = ComparisonPlan(federation, own_model, by_name, which, values, own, folder)
     check_same_data(plan.configs[name, which[0]] for name in by_name)
     check_same_objective(plan.configs[name, which[0]] for name in by_name)
 
@@ -173,7 +173,6 @@ class ComparisonPlan:
         seeds: Seeds of the runs.
         values: Fields of the configuration that all runs share.
         overrides: Fields that differ for single methods, by name.
-        without_synthetic: Methods that do not use given synthetic images.
         folder: Folder for all runs, or None.
     """
 
@@ -183,16 +182,15 @@ class ComparisonPlan:
     seeds: list[int]
     values: Mapping[str, Any]
     overrides: Mapping[str, Mapping[str, Any]]
-    without_synthetic: frozenset[str]
     folder: Path | None
 
     @cached_property
     def configs(self) -> dict[tuple[str, int], Experiment]:
         """Configuration of each run by method and seed, seed by seed."""
-        configs = {}
+        configs, ignoring = {}, without_synthetic(self.methods)
         for seed in self.seeds:
             for name, own_method in self.methods.items():
-                images = {"synthetic": None} if name in self.without_synthetic else {}
+                images = {"synthetic": None} if name in ignoring else {}
                 fields = {**self.values, **images, **self.overrides[name], "seed": seed, "method": name}
                 fields = reference_config(fields, name) if is_reference(name) else fields
                 configs[name, seed] = experiment(fields, own_method)

@@ -21,15 +21,13 @@ Spread = tuple[float, float]
 Summary = Mapping[str, Any]
 COMPARED_METRICS = {
     *chain.from_iterable((*task.extra_metrics, *task.lower_is_better) for task in TASKS.values()),
-    "best_loss",
+    *(*METRICS, WORST, "best_loss"),
 } - {"loss"}
 
 
 def is_metric(name: str) -> bool:
     """Return whether a key of a summary is a metric of the task or a requested metric."""
-    return name.startswith(RECALL) or not {name, name.removeprefix("best_")}.isdisjoint(
-        {*COMPARED_METRICS, *METRICS, WORST}
-    )
+    return name.startswith(RECALL) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
 
 
 def std_key(name: str) -> str:

@@ -20,10 +20,11 @@ from unskew.attacks.registry import AnyAttack, attack_values, check_attack_optio
 from unskew.config.metrics import AUTO, MetricField, ObjectiveField, is_custom_metric, metric_name, metric_reference
 from unskew.config.sections import NetworkConfig, RayConfig
 from unskew.config.trust import ENGINE, METHOD, METRIC, MODEL, TRACKER
-from unskew.config_fields import EVALUATION, MACHINE, TRAINING
-from unskew.data.spec import DataSpec, as_text_source, is_table, parse_names, text_columns
+from unskew.config_fields import EVALUATION, MACHINE, TRAINING, as_value_error
+from unskew.data.spec import DataSpec, as_text_source, is_table, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
+from unskew.expressions import parse_names
 from unskew.methods.registry import method, own_diagnostics
 from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
@@ -273,23 +274,19 @@ class Experiment(DataSpec):
     @field_validator("sampling", "trackers")
     @classmethod
     def _check_names(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
-        try:
+        with as_value_error():
             if info.field_name == "sampling":
                 parse_sampling(value)
             else:
                 for name in set(value) - {*TRACKERS}:
                     plugins.find_plugin(plugins.TRACKERS, "tracker", name, TRACKERS)
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
         return value
 
     def _check_schedule(self) -> None:
         """Validate that the learning-rate schedule fits rounds and local steps."""
         training = self.training
-        try:
+        with as_value_error():
             schedule = training.schedule
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
         if not training.scheduled:
             return
         if self.lr_schedule_per == "step" and self.local_steps is None:

@@ -9,7 +9,6 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from unskew.errors import short_repr, unknown_name
-from unskew.tasks.metrics import METRICS
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
 
 AUTO = "auto"
@@ -45,6 +44,8 @@ def validate_metric(value: MetricLike) -> MetricLike:
     Raises:
         ValueError: If the metric is unknown, or a function's name is missing or taken.
     """
+    from unskew.tasks.metrics import METRICS  # imports NumPy, which the default configuration does not need
+
     if not is_custom_metric(value):
         if value not in METRICS:
             raise ValueError(unknown_name("metric", str(value), METRICS).rstrip("."))

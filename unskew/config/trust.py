@@ -15,15 +15,17 @@ from typing import Any
 from pydantic import BaseModel
 
 from unskew.config.metrics import is_custom_metric
-from unskew.data.spec import parse_names
+from unskew.config_fields import inner_section
 from unskew.errors import ConfigError
+from unskew.expressions import parse_names
 from unskew.methods.registry import check_expression
 from unskew.models.names import HUB
 from unskew.protocol.search_space import parse_range
 
 TRUST = "add --trust-code (in Python trust_code=True)"
+"""Advice how to trust a file."""
 NOT_OF_MODEL = ("engine", "metrics", "objective", "ray", "trackers")
-"""Fields on which the model of a run does not depend; who only uses the model ignores the code that they name."""
+"""Fields on which the model of a run does not depend: if only the model is loaded, code that they name is not imported."""
 
 
 @dataclass(frozen=True)
@@ -121,9 +123,9 @@ def check_trusted(values: Mapping[str, Any], model: type[BaseModel], source: obj
         field = model.model_fields.get(name)
         if field is None:  # an unknown field is an error later
             continue
-        kind = field.annotation
-        if isinstance(value, Mapping) and isinstance(kind, type) and issubclass(kind, BaseModel):
-            check_trusted(value, kind, source, remedy)
+        section = inner_section(field)
+        if isinstance(value, Mapping) and section is not None:
+            check_trusted(value, section, source, remedy)
         for rule in field.metadata:
             if isinstance(rule, NamesCode):
                 check_texts(rule, name, value, source, remedy)

@@ -51,7 +51,7 @@ def load_federation(data: str, *, seed: int = 0, **options: Any) -> Federation:
     """
     check_integer(seed, "seed")
     partition = options.get("partition", "")
-    passed = {} if isinstance(partition, str) else {"partition": partition}
+    passed = {} if isinstance(partition, str) else {"partition": partition}  # an object is not validated as a text
     paths = {name: str(value) for name, value in options.items() if isinstance(value, Path)}
     spec = validate_fields(DataSpec, {"data": data, **options, **paths, **dict.fromkeys(passed, "iid")})
     return federation_of(spec.model_copy(update=passed), seed)

@@ -2,103 +2,20 @@
 
 from __future__ import annotations
 
-import codecs
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from unskew.config_fields import DATA, Flag, Section
+from unskew.config_fields import DATA, Flag, Section, as_value_error
+from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import parse_count, parse_positive
-from unskew.errors import ConfigError, short_repr, unknown_name
-from unskew.expressions import parse_expression, split_list, unquote
+from unskew.errors import ConfigError
+from unskew.expressions import parse_expression, parse_names, split_list, unquote
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
-THOUSANDS_MARKS = {"comma": ",", "point": ".", "space": " ", "apostrophe": "'"}
-"""Names of thousands marks."""
-MARKS = {"comma": ",", "semicolon": ";", "tab": "\t", "pipe": "|", "space": " "}
-"""Names of separators, for use where the character is hard to write."""
-
-
-@dataclass(frozen=True)
-class CsvSpec:
-    """Format of CSV files; fields that are None are detected for each file.
-
-    Attributes:
-        separator: Character between columns, or its name: comma, semicolon, tab, pipe or space.
-        decimal: Decimal mark: point or comma.
-        encoding: Character encoding, such as ``latin-1``.
-        thousands: Thousands mark: point, comma, space or apostrophe. If it is None, numbers have no thousands marks.
-        missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. Among numbers and dates,
-            ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text.
-        dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
-            whose order of day and month is unambiguous are detected.
-        skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are
-            skipped.
-        names: Names of the columns of files without a header.
-
-    Raises:
-        ConfigError: If a value is not valid.
-    """
-
-    separator: str | None = None
-    decimal: str | None = None
-    encoding: str | None = None
-    thousands: str | None = None
-    missing: tuple[str, ...] | None = None
-    dates: str | None = None
-    skip: int | None = None
-    names: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name in ("separator", "decimal", "encoding", "thousands", "dates"):
-            if not isinstance(value := getattr(self, name), str | None):
-                raise ConfigError(f"csv.{name} must be a string, not {short_repr(value)}.")
-        missing: Any = self.missing
-        if missing is not None:  # numbers in YAML are texts of the file
-            listed = list(missing) if isinstance(missing, list | tuple) else [missing]
-            odd = [text for text in listed if isinstance(text, bool) or not isinstance(text, str | int | float)]
-            if odd:
-                raise ConfigError(
-                    f"csv.missing must be a list of texts, not {short_repr(odd[0])}. Write texts in quotes."
-                )
-            object.__setattr__(self, "missing", tuple(str(text).strip() for text in listed))
-        if self.names:
-            object.__setattr__(self, "names", parse_names(self.names))
-        if isinstance(self.skip, bool) or not isinstance(self.skip, int | None) or (self.skip or 0) < 0:
-            raise ConfigError(f"csv.skip must be a number of lines, at least 0, not {short_repr(self.skip)}.")
-        if self.dates is not None and "%" not in self.dates:
-            raise ConfigError(f"csv.dates must be a format such as '%d.%m.%Y', not {self.dates!r}.")
-        separator = MARKS.get(self.separator or "", self.separator)
-        decimal = {"comma": ",", "point": "."}.get(self.decimal or "", self.decimal)
-        if separator is not None and (len(separator) != 1 or not separator.isascii() or separator in '\r\n"\0'):
-            raise ConfigError(f"csv.separator must be one character, or one of {', '.join(MARKS)}, not {separator!r}.")
-        if decimal not in (None, ".", ","):
-            raise ConfigError(f"csv.decimal must be point or comma, not {decimal!r}.")
-        try:
-            encoding = None if self.encoding is None else codecs.lookup(self.encoding)
-            if encoding is not None and not encoding._is_text_encoding:
-                raise ConfigError(f"csv.encoding={self.encoding!r} is not a text encoding.")
-        except (LookupError, ValueError):
-            raise ConfigError(f"csv.encoding={self.encoding!r} is not an encoding known to Python.") from None
-        thousands = THOUSANDS_MARKS.get(self.thousands or "", self.thousands)
-        if thousands not in (None, *THOUSANDS_MARKS.values()):
-            raise ConfigError(f"csv.thousands must be one of {', '.join(THOUSANDS_MARKS)}, not {self.thousands!r}.")
-        if thousands is not None and thousands == (decimal or (None if thousands == "." else ".")):
-            raise ConfigError(
-                f"csv.thousands and csv.decimal are both {thousands!r}. Set csv.decimal to the other mark."
-            )
-        if encoding is not None and encoding.name == "utf-8":
-            object.__setattr__(self, "encoding", "utf-8")
-        object.__setattr__(self, "separator", separator)
-        object.__setattr__(self, "decimal", "," if thousands == "." else decimal)
-        object.__setattr__(self, "thousands", thousands)
-
-
-DETECTED = CsvSpec()
 
 
 class Split(NamedTuple):
@@ -201,26 +118,6 @@ Unseen = float | tuple[str, ...]
 """Share of unseen clients, or their names."""
 
 
-def csv_spec(values: Mapping[str, Any] | CsvSpec) -> CsvSpec:
-    """Return the CSV format that a mapping describes.
-
-    Args:
-        values: Fields of ``CsvSpec`` by name.
-
-    Raises:
-        ConfigError: If the mapping has an unknown key, or a value is not valid.
-    """
-    if isinstance(values, CsvSpec):
-        return values
-    if not isinstance(values, Mapping):
-        raise ConfigError(f"csv must be a mapping such as {{'separator': ';'}}, not {short_repr(values)}.")
-    known = [field.name for field in fields(CsvSpec)]
-    for name in values:
-        if name not in known:
-            raise ConfigError(unknown_name("option", str(name), known, "csv"))
-    return CsvSpec(**values)
-
-
 def as_text_source(data: str, columns: Sequence[str]) -> str:
     """Return the name of a text source for a table if text columns are selected; other names are returned unchanged.
 
@@ -240,27 +137,6 @@ def as_text_source(data: str, columns: Sequence[str]) -> str:
 def is_table(data: str) -> bool:
     """Return whether a data source is a table: ``table:PATH`` or a file name with an extension in ``TABLES``."""
     return data.partition(":")[0] == "table" or (":" not in data and data.lower().endswith(TABLES))
-
-
-def parse_names(value: object) -> tuple[str, ...]:
-    """Return the names in a list or in a comma-separated string, without blanks at their ends.
-
-    Args:
-        value: List of names, or names separated by commas; a name with commas is in double quotes.
-
-    Raises:
-        ConfigError: If the value is neither a string nor a list of strings.
-
-    >>> parse_names('age, "weight, kg"'), parse_names(["a,b"])
-    (('age', 'weight, kg'), ('a,b',))
-    """
-    if isinstance(value, str):
-        return tuple(unquote(part) for part in split_list(value) if part)
-    if not isinstance(value, Sequence) or not all(isinstance(name, str) for name in value):
-        raise ConfigError(
-            f"{short_repr(value)} is not a list of names. Write a string such as 'age,income', or a list of strings."
-        )
-    return tuple(name.strip() for name in value)
 
 
 def parse_unseen(value: object) -> Unseen:
@@ -318,40 +194,6 @@ class TextSpec(Section):
     """Maximum number of tokens per text."""
 
 
-class CsvConfig(Section):
-    """Format of CSV files; fields that are not set are detected for each file."""
-
-    separator: str | None = None
-    """Character between columns, or its name: ``comma``, ``semicolon``, ``tab``, ``pipe`` or ``space``; detected if None."""
-    decimal: str | None = None
-    """Decimal mark: ``point`` or ``comma``; detected if None."""
-    encoding: str | None = None
-    """Character encoding, such as ``latin-1``; detected if None."""
-    thousands: str | None = None
-    """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
-    missing: str | int | float | tuple[str | int | float, ...] | None = None
-    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
-    dates: str | None = None
-    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
-    skip: Annotated[int, Field(ge=0)] | None = None
-    """Number of lines before the header; if None, ``sep=;``, empty lines and lines with ``#`` are skipped."""
-    names: str | tuple[str, ...] = ()
-    """Names of the columns of files without a header."""
-
-    @property
-    def spec(self) -> CsvSpec:
-        """Format as a ``CsvSpec`` for the readers."""
-        return CsvSpec(**dict(self))
-
-    @pydantic.model_validator(mode="after")
-    def _is_valid(self) -> CsvConfig:
-        try:
-            self.spec  # noqa: B018
-        except ConfigError as error:
-            raise ValueError(str(error).rstrip(".")) from error
-        return self
-
-
 def text_columns(text: object) -> Any:
     """Return the columns of the section ``text``, which may be written as the columns alone."""
     if isinstance(text, str | list | tuple):
@@ -405,7 +247,7 @@ class DataSpec(Section):
     """Number of clients; None, the default of ``natural`` partitions, means one client per value of the column."""
     holdout: Annotated[float, Field(ge=0, lt=1)] = 0.1
     """Share of each client's samples that is held out to evaluate on that client."""
-    unseen: Annotated[float | tuple[str, ...], DATA] = 0.0
+    unseen: Annotated[Unseen, DATA] = 0.0
     """Clients that take no part in training and are evaluated after it: their share, drawn by the seed, or their names."""
     shift: Annotated[str | None, DATA] = None
     """Feature shift of the clients' inputs: ``rotate:ANGLE``, ``rotate:ANGLE,groups=G`` or ``noise:SIGMA``."""
@@ -427,10 +269,8 @@ class DataSpec(Section):
     @classmethod
     def _is_expression(cls, value: Any, info: pydantic.ValidationInfo) -> Any:
         if value is not None:
-            try:
+            with as_value_error():
                 (parse_split if info.field_name == "split_by" else parse_shift)(value)
-            except ConfigError as error:
-                raise ValueError(str(error).rstrip(".")) from error
         return value
 
     @pydantic.model_validator(mode="before")

@@ -124,23 +124,15 @@ class DiagnosisReport(NotebookTable):
         Raises:
             ConfigError: If the file name does not end with the suffix of an image.
         """
-        names = [
-            n
-            for n in PANELS
-            if any(row[n] is not None for measurement in self.measurements for row in measurement.shares)
-        ]
+        rows = [row for measurement in self.measurements for row in measurement.shares]
+        names = [name for name in PANELS if any(row[name] is not None for row in rows)]
         figure, axes = new_figure(4.2 * max(1, len(names)), 3.6, max(1, len(names)), 1)
         for name, axis in zip(names, axes[0], strict=False):
             for number, measurement in enumerate(self.measurements):
                 p = [row["p"] for row in measurement.shares]
                 color = f"C{number % 10}"
-                axis.plot(
-                    p,
-                    [_number(row[name]) for row in measurement.shares],
-                    "o-",
-                    color=color,
-                    label=measurement.model_label,
-                )
+                values = [_number(row[name]) for row in measurement.shares]
+                axis.plot(p, values, "o-", color=color, label=measurement.model_label)
                 bounds = [_number(row[f"{name}_bound"]) for row in measurement.shares]
                 axis.plot(p, bounds, "--", color=color, alpha=0.7)
             axis.set_xlabel("share p of synthetic data")

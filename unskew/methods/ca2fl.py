@@ -43,7 +43,7 @@ class CA2FL(ServerRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         buffer_size: Updates per server step, ``b``.
-        eta: The server's step.
+        eta: Server learning rate.
     """
 
     name: ClassVar[str] = "ca2fl"
@@ -64,11 +64,8 @@ class CA2FL(ServerRule):
 
     def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the mean ``h`` to zero."""
-        return {
-            "v": v,
-            "h": torch.zeros_like(v),
-            "total": torch.tensor(federation_info.total_weight(), dtype=torch.float64),
-        }
+        total = torch.tensor(federation_info.total_weight(), dtype=torch.float64)
+        return {"v": v, "h": torch.zeros_like(v), "total": total}
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Update the model and its buffers from a full buffer of updates."""

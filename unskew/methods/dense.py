@@ -64,7 +64,7 @@ class Dense(ServerRule):
         g_steps: Training steps of a generator.
         g_lr: Learning rate of Adam on a generator.
         batch: Images per generator, and per step of the student.
-        lambda_bn: Weight of ``BN_k``.
+        lambda_bn: Weight of ``BN_k``, the generator's BatchNorm term.
         lambda_adv: Weight of the term that favors images on which student and ensemble differ.
         t: Temperature ``T`` of the distillation.
         lr: Learning rate of the student's SGD.

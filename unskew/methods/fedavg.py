@@ -21,7 +21,7 @@ class FedAvg(ServerRule):
     """Federated averaging.
 
     Attributes:
-        eta: The server's step; 1 is the paper's.
+        eta: Server learning rate; 1 is the paper's.
         discard_late: With delays, discard updates of earlier rounds. By default they are averaged in the round in which
             they arrive. Synchronous FedAvg as in Equation 3 of the Feddle paper discards them.
     """

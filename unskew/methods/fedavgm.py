@@ -32,7 +32,7 @@ class FedAvgM(ServerRule):
     Attributes:
         beta: Momentum; 0 is FedAvg. The default is that of the code of FedCOG and FedDecorr, which compare with this
             method; the text of the FedCOG paper (arXiv:2312.05966) has 0.1. Hsu et al. try values up to 0.997.
-        eta: The server's step.
+        eta: Server learning rate.
         nesterov: Nesterov momentum, as in the FedCOG authors' code, but without its extra division by ``1 + beta``.
     """
 

@@ -32,7 +32,7 @@ class FedBuff(ServerRule):
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         buffer_size: Updates per server step, ``b``.
-        eta: The server's step.
+        eta: Server learning rate.
     """
 
     name: ClassVar[str] = "fedbuff"

@@ -36,9 +36,9 @@ class FedDecorr(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        beta: Strength, as in the authors' code and scripts; 0 is FedAvg.
+        beta: Weight of the term, as in the authors' code and scripts; 0 is FedAvg.
         form: The term of the authors' code, or of the ``paper``. The first is about ``B`` times the second.
-        scale: Another factor of the term.
+        scale: Additional factor of the term.
     """
 
     name: ClassVar[str] = "feddecorr"

@@ -59,11 +59,11 @@ class FedDM(ClientRule, ServerRule):
             models whose outputs grow. On the digits with CNN-A, the images become non-finite in the second round and
             the updates are skipped with a warning; 0.1 or less works there.
         rho: Radius around the global model, at clients and at the server.
-        spread: Standard deviation of ``ε`` before it is scaled down.
+        spread: Standard deviation of the perturbation ``ε`` before it is scaled down.
         server_epochs: Passes over the union of the images.
         server_lr: Learning rate of the server's SGD.
-        server_momentum: Its momentum; our choice.
-        server_batch: Its batch size; our choice.
+        server_momentum: Momentum of the server's SGD; our choice.
+        server_batch: Batch size of the server's SGD; our choice.
     """
 
     name: ClassVar[str] = "feddm"

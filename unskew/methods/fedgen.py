@@ -59,16 +59,18 @@ class FedGen(ClientRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         a: Weight of the cross-entropy on generated features. ``a=0,b=0`` is FedAvg.
         b: Weight of the distillation.
-        decay: Factor of both per round.
-        labels: ``ỹ`` is drawn uniformly from the classes of all clients, as in the authors' code, or from the client's
-            ``own``. The server collects the classes from the clients' counts and sends them with the generator.
+        decay: Factor of ``a`` and ``b`` per round.
+        labels: The label ``ỹ`` of a generated feature is drawn uniformly from the classes of all clients, as in the
+            authors' code, or from the client's ``own``. The server collects the classes from the clients' counts and
+            sends them with the generator.
         gen_steps: Generator steps after each round, as in the authors' code.
         gen_lr: Learning rate of Adam on the generator.
         batch: Generated features per step.
         beta_s: Weight of the server's adversarial term.
         eta_div: Weight of the diversity term.
         hidden: Units of the generator's single hidden layer, with ReLU.
-        noise: Dimension of ``ε``. The authors use these two defaults for MNIST, and 512 and 64 for CIFAR.
+        noise: Dimension of the generator's noise ``ε``. The authors use these defaults of ``hidden`` and ``noise`` for
+            MNIST, and 512 and 64 for CIFAR.
     """
 
     name: ClassVar[str] = "fedgen"

@@ -32,7 +32,7 @@ class FedNTD(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        beta: Strength; 0 is FedAvg.
+        beta: Weight of the distillation; 0 is FedAvg.
         tau: Temperature of both softmaxes.
     """
 

@@ -61,7 +61,7 @@ class FedAdagrad(_FedOpt):
     """Adagrad at the server.
 
     Attributes:
-        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        eta: Server learning rate. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
         beta1: Decay of the first moment. The paper's 0 means ``m = Δ``.
         tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.
     """
@@ -84,7 +84,7 @@ class FedYogi(_FedOpt):
     """Yogi at the server.
 
     Attributes:
-        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        eta: Server learning rate. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.
@@ -109,7 +109,7 @@ class FedAdam(_FedOpt):
     """Adam at the server.
 
     Attributes:
-        eta: The server's step. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
+        eta: Server learning rate. Tune it per task; the paper's grid is the powers of √10 from 0.001 to 10.
         beta1: Decay of the first moment.
         beta2: Decay of the second moment.
         tau: Adaptivity; smaller is more adaptive. It is not the number of local steps.

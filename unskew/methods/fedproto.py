@@ -51,7 +51,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
 
     Attributes:
         sends_model: False, because clients send only their class means.
-        ld: Strength of the pull; with 0 clients train alone.
+        ld: Strength of the pull of features towards the mean of their class; with 0 clients train alone.
     """
 
     name: ClassVar[str] = "fedproto"

@@ -89,7 +89,7 @@ class KNNPer(ClientRule, PartialSharing):
     Attributes:
         k: Number of neighbors.
         lam: Weight of the neighbors, from 0 (the global model) to below 1.
-        scale: Width of the kernel, relative to ``f``.
+        scale: Width of the kernel, relative to the number ``f`` of features.
         capacity: Largest number of samples that a client stores. A client with more stores a random selection.
     """
 

@@ -41,9 +41,9 @@ class Moon(ClientRule):
     Attributes:
         tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
-        mu: Strength; 0 removes the term. The default is that of the authors' code, which recommends tuning it in 0.001
-            to 10.
-        temperature: ``T``.
+        mu: Weight of the contrastive loss; 0 removes it. The default is that of the authors' code, which recommends
+            tuning it in 0.001 to 10.
+        temperature: Temperature ``T`` of the contrastive loss.
         first: A client without a previous model leaves the term out. ``global`` uses the received model as the previous
             one, which makes the term a constant.
         projection: Units of a two-layer projection between features and head, as in the authors' code; 0 for none. It

@@ -35,11 +35,12 @@ class PFedMe(ClientRule):
     """Personal models from Moreau envelopes.
 
     Attributes:
-        lam: Strength of the pull between ``t`` and ``w_k``. With 0, the global model never moves.
-        K: Steps on ``t`` per local step.
-        eta_p: Learning rate of ``t``.
+        lam: Strength of the pull between the personal model ``t`` and the client's global model ``w_k``. With 0, the
+            global model never changes.
+        K: Steps on the personal model per local step.
+        eta_p: Learning rate of the personal model.
         beta: Server learning rate; the authors' tuned runs use 2. Other values than 1 fill the slot ``server``.
-        decay: Weight decay of ``t``.
+        decay: Weight decay of the personal model.
     """
 
     name: ClassVar[str] = "pfedme"

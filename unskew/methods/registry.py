@@ -402,45 +402,13 @@ def own_diagnostics() -> list[str]:
     from unskew.protocol.rules import ServerRule
 
     classes = [rule_class(name) for name in METHODS]
-    metric_specs = [figure for cls in classes if issubclass(cls, ServerRule) for figure in cls.summary_metrics]
-    return sorted({figure.diagnosis for figure in metric_specs if figure.diagnosis is not None})
+    metrics = [metric for cls in classes if issubclass(cls, ServerRule) for metric in cls.summary_metrics]
+    return sorted({metric.diagnosis for metric in metrics if metric.diagnosis is not None})
 
 
 def describe_all() -> list[dict[str, Any]]:
     """Return the descriptions of all registered methods, see ``describe_method``."""
     return [describe_method(name) for name in METHODS]
-
-
-def conflicts(name: str) -> dict[str, str]:
-    """Return the registered methods that a method cannot be combined with, by name, with the reason.
-
-    Args:
-        name: Name or import path of the method.
-
-    Raises:
-        ConfigError: If there is no such method.
-    """
-    reasons = {}
-    own = method(name)
-    for other in METHODS:
-        try:
-            _add([own, method(other)])
-        except MethodConflictError as error:
-            reasons[other] = str(error)
-    return {other: reason for other, reason in reasons.items() if other != name}
-
-
-def grouped_conflicts(name: str) -> dict[str, list[str]]:
-    """Return the reasons why a method conflicts with others, and the names of the others that each reason is about.
-
-    Args:
-        name: Name or import path of the method.
-    """
-    groups: dict[str, list[str]] = {}
-    for other, reason in conflicts(name).items():
-        general = re.sub(rf"(?<![\w-]){re.escape(method(other).name)}(?![\w-])", "the other method", reason)
-        groups.setdefault(re.sub("^the", "The", general), []).append(other)
-    return groups
 
 
 def describe_method(name: str) -> dict[str, Any]:

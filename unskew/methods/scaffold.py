@@ -64,7 +64,7 @@ class Scaffold(ClientRule):
         variate: For option II, the ``difference`` quotient of the formula, or the ``mean`` of the gradients of the
             local steps. The two agree only for plain SGD. ``auto`` uses the mean with momentum, weight decay, clipping
             or Adam, and the quotient otherwise.
-        eta_g: The server's step. Any value other than 1 fills the server slot. With another server method, set that
+        eta_g: Server learning rate. Any value other than 1 fills the server slot. With another server method, set that
             method's ``eta`` instead.
     """
 

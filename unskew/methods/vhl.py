@@ -57,13 +57,13 @@ class VHL(DataRule, ClientRule):
         source: Noise around a random center per class, for inputs of any shape; for images, on an 8 × 8 grid that is
             enlarged, as in the authors' code. ``style`` draws images from an untrained style-based generator, similar
             to a small StyleGAN2; each class is a cluster of its latents.
-        per_class: Inputs per class. The authors' scripts use 200 or 5000.
+        per_class: Virtual inputs per class. The authors' scripts use 200 or 5000.
         lam: Strength of the alignment. ``lam=0,virtual=0`` is FedAvg.
         virtual: Weight of the cross-entropy on the virtual set.
-        align_epochs: First local epochs of each round in which ``align`` applies. With few ``local_steps`` it always
-            applies.
+        align_epochs: Number of local epochs at the start of each round with alignment. With few ``local_steps`` all steps
+            have it.
         virtual_batch: Virtual inputs per step, or all if there are fewer.
-        temperature: ``T``, as in the code of the supervised contrastive loss.
+        temperature: Temperature ``T`` of the alignment, as in the code of the supervised contrastive loss.
     """
 
     name: ClassVar[str] = "vhl"

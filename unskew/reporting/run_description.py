@@ -29,7 +29,7 @@ OWN = "This method is not part of unskew's registry, and reports do not read its
 
 @dataclass(frozen=True)
 class MethodDetails:
-    """Facts about one method of a composition: name, slots, summary, paper, and the docstring of its module."""
+    """Description of one method of a composition: name, slots, summary, paper, and the docstring of its module."""
 
     name: str
     slots: str

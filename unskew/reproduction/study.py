@@ -197,7 +197,7 @@ class StudyRuns:
         missing = [cell for cell in wanted if read_outcome(self.results, self.identity(*cell)) is None]
         at_once = num_parallel_jobs(parallel, len(missing))
         if run_in_pool(at_once):
-            works = [Job(cell, _beside, cell) for cell in missing]
+            works = [Job(cell, _run_in_worker, cell) for cell in missing]
             for _, (part, seed) in run_jobs(works, at_once, self):
                 yield part, seed, self.outcome(part, seed)
             wanted = [cell for cell in wanted if cell not in missing]
@@ -233,7 +233,7 @@ class StudyRuns:
         return by_part
 
 
-def _beside(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
+def _run_in_worker(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
     """Run a part in a worker process, which stores its outcome."""
     runs.outcome(part, seed)
     return part, seed

@@ -32,7 +32,7 @@ from unskew.runs.validation import resolve_run
 
 Sources = tuple[str, str | None, int | str | None, str | None]
 """Data of a run and of its server, with their paths."""
-Places = tuple[Path, Path, str]
+Storage = tuple[Path, Path, str]
 """Folder for run folders, folder of the outcomes, and name of the table."""
 Follow = Callable[[str, bool], Sequence[Callback]]
 """Returns the callbacks of a run for its title and whether it is only the common part of other runs."""
@@ -132,9 +132,9 @@ class Sweep:
                 after = (begun.name,)
                 config = config.model_copy(update={"start_from": str(begun)})
                 follow = partial(self._followers, title, True)
-                works.setdefault(begun.name, Job(begun.name, _beside, (cell.parent, None), follow))
+                works.setdefault(begun.name, Job(begun.name, _run_in_worker, (cell.parent, None), follow))
             name, follow = experiment_hash(cell.config, cell.parent), partial(self._followers, self._title(cell), False)
-            works.setdefault(name, Job(name, _beside, (config, cell.parent), follow, after))
+            works.setdefault(name, Job(name, _run_in_worker, (config, cell.parent), follow, after))
         return list(works.values())
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[PresetCell, Outcome]]:
@@ -195,9 +195,8 @@ class Sweep:
 
     def _common(self, cell: PresetCell, parent: Experiment) -> tuple[Path, str]:
         """Return the folder and the title of the rounds that a run shares with others."""
-        return self.runs / experiment_hash(
-            parent
-        ), f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+        title = f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
+        return self.runs / experiment_hash(parent), title
 
     def _followers(self, title: str, common: bool) -> list[Callback]:
         return list(self.follow(title, common))
@@ -228,7 +227,7 @@ def sources_of(cell: PresetCell) -> Sources:
 
 
 def run_cell(
-    places: Places,
+    storage: Storage,
     data: FederationCache,
     config: Experiment,
     parent: Experiment | None,
@@ -237,13 +236,13 @@ def run_cell(
     """Run an experiment in its folder unless it is finished, store its outcome and return the folder.
 
     Args:
-        places: Folder for run folders, folder of the outcomes, and name of the table.
+        storage: Folder for run folders, folder of the outcomes, and name of the table.
         data: Cache of federations.
         config: Configuration of the run.
         parent: Configuration of the run that it starts from, or None.
         follow: Creates the callbacks if the run is executed.
     """
-    runs, results, table = places
+    runs, results, table = storage
     folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
     if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
         history, summary = read_history(folder), read_summary(folder)
@@ -259,6 +258,6 @@ def run_cell(
     return folder
 
 
-def _beside(places: Places, config: Experiment, parent: Experiment | None, callbacks: list[Callback]) -> None:
+def _run_in_worker(storage: Storage, config: Experiment, parent: Experiment | None, callbacks: list[Callback]) -> None:
     """Run an experiment in a worker process, which stores its outcome."""
-    run_cell(places, last, config, parent, lambda: callbacks)
+    run_cell(storage, last, config, parent, lambda: callbacks)

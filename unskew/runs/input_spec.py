@@ -13,12 +13,13 @@ import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from unskew.config.experiment import Experiment
+from unskew.data.csv_format import CsvConfig, csv_spec
 from unskew.data.federation import Federation
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
-from unskew.data.spec import CsvConfig, csv_spec, parse_split
+from unskew.data.spec import parse_split
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
 from unskew.json_models import read_model

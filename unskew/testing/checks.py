@@ -157,6 +157,6 @@ def check_model(model: ModelLike, shape: tuple[int, int, int] = (2, 6, 6), class
     assert logits.shape == (4, classes), f"the logits of four images have the shape {tuple(logits.shape)}"
     spec = ModelSpec(module, shape, classes, dtype=torch.float64)
     again = spec.load(spec.flatten(), spec.flatten_buffers()).eval()
-    torch.testing.assert_close(again(x), logits, msg="the model is no function of its parameters and buffers alone")
+    torch.testing.assert_close(again(x), logits, msg="the model is not a function of its parameters and buffers alone")
     still = _train("fedavg", "inline", **{**options, "lr": 1e-12})
     assert not torch.equal(still.vector, reference.vector), "training does not change the model"

@@ -10,11 +10,11 @@ from support.running import call
 from support.table_files import read_table_file
 
 import unskew
+from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_names, why_text
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
-from unskew.data.spec import CsvSpec
 from unskew.errors import ConfigError, DataError
 
 pa = pytest.importorskip("pyarrow")

@@ -9,8 +9,8 @@ from support.running import call
 from support.table_files import read_table_file
 
 import unskew
+from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.csv_dialect import LOG
-from unskew.data.spec import CsvSpec
 from unskew.errors import ConfigError, DataError
 
 pytest.importorskip("pyarrow")

@@ -13,6 +13,7 @@ import numpy as np
 
 from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
 from unskew.config.inference.inferred_config import InferredConfig
+from unskew.data.csv_format import csv_spec
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import FILE, is_category_text, is_date, is_identifier, is_numeric, is_string
@@ -20,7 +21,6 @@ from unskew.data.readers.files import file_tables
 from unskew.data.readers.image_folders import IMAGES
 from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
 from unskew.data.readers.labels import is_list_type, metadata_class_names
-from unskew.data.spec import csv_spec
 from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
 from unskew.expressions import quote, unquote
 

@@ -12,7 +12,7 @@ PARTITIONS: dict[str, str] = {
     "iid": "iid: a shuffled, equal share",
     "dirichlet": "dirichlet:ALPHA: label skew: each class is divided among clients by a Dirichlet draw. 0.1 is strong skew, "
     "1 mild, 100 nearly IID",
-    "classes": "classes:S: exactly S classes, of which there must be a multiple. With G = C / S groups, client i gets the "
+    "classes": "classes:S: exactly S of the C classes; S must divide C. With G = C / S groups, client i gets the "
     "classes S (i mod G) to S (i mod G) + S - 1; the clients of a group share its classes equally",
     "sorted": "sorted:COLUMN: a contiguous range of the samples, sorted by a column; plain sorted sorts by label",
     "quantity": "quantity:ALPHA: quantity skew: sizes follow a Dirichlet draw, labels are IID",

@@ -9,11 +9,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
 from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
-from unskew.data.spec import DETECTED, CsvSpec
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
 from unskew.progress import report_progress

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.arrow import cast, pa, pc
 from unskew.data.readers.text_dates import as_dates, date_format, date_formats
-from unskew.data.spec import CsvSpec
 from unskew.errors import DataError
 
 LOG = logging.getLogger("unskew")

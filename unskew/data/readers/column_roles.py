@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 
 from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
-from unskew.data.spec import parse_names
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
-from unskew.expressions import quote
+from unskew.expressions import parse_names, quote
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"

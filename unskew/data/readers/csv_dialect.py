@@ -13,8 +13,8 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from unskew.data.csv_format import MARKS, CsvSpec
 from unskew.data.readers.cell_types import COMMA_NUMBER, PLACEHOLDERS, POINT_NUMBER, THOUSANDS
-from unskew.data.spec import MARKS, CsvSpec
 from unskew.errors import DataError, short_repr
 
 LOG = logging.getLogger("unskew")

@@ -9,13 +9,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
 from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
-from unskew.data.spec import DETECTED, TABLES, CsvSpec
+from unskew.data.spec import TABLES
 from unskew.errors import DataError, abbreviate, explain_missing
 
 
@@ -185,9 +186,9 @@ def unread_tables(path: Path, read: list[Path]) -> list[str]:
         read: Files that are read.
     """
     folder = path if path.is_dir() else path.parent
-    beside = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
+    others = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
     parts = SPLITS if path.stem == "train" else ()
-    return [file.name for file in beside if path.is_dir() or file.stem.lower() in parts]
+    return [file.name for file in others if path.is_dir() or file.stem.lower() in parts]
 
 
 def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
@@ -29,7 +30,7 @@ from unskew.data.readers.labels import metadata_class_names, read_labels
 from unskew.data.readers.tables import SampleTable, Source, metadata_columns, train_test_tables
 from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sentences import sentences
-from unskew.data.spec import DETECTED, CsvSpec, Split
+from unskew.data.spec import Split
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.progress import report_progress

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from unskew import plugins
+from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.frames import check_same_index, read_classes
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
@@ -37,7 +38,7 @@ from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
 from unskew.data.sources.shapes import shapes
-from unskew.data.spec import DETECTED, TABLES, CsvSpec
+from unskew.data.spec import TABLES
 from unskew.data.validation import as_inputs
 from unskew.errors import ConfigError, DataError, UnskewError
 

@@ -91,7 +91,7 @@ class Feddle(ServerRule):
         atlas: Number of directions; by default twice the clients drawn per round.
         trigger: Search in every ``round`` with an arrival, or whenever ``buffer_size`` updates are in (``buffer``).
         buffer_size: Updates per search with ``trigger=buffer``.
-        eta: Step of the fallback, which is FedBuff's step.
+        eta: Server learning rate of the fallback, which is a step of FedBuff.
         a: The fallback's weights decrease with the age in rounds as ``(1 + age)^-a``.
         lr: Adam's learning rate on the coefficients. A step changes a coefficient by about ``lr``, so with few steps
             per search the paper's 0.001 changes little.
@@ -306,8 +306,7 @@ class Feddle(ServerRule):
 def unpack_anchors(state: Tensors) -> list[Anchor]:
     """Return the atlas stored in a state, in order of arrival."""
     anchors = []
-    for a, (weight, share, client, origin_round, c, fresh) in zip(
-        state["anchors"], state["numbers"].tolist(), strict=True
-    ):
+    rows = zip(state["anchors"], state["numbers"].tolist(), strict=True)
+    for a, (weight, share, client, origin_round, c, fresh) in rows:
         anchors.append(Anchor(a, weight, share, int(client), int(origin_round), None if fresh else c))
     return anchors

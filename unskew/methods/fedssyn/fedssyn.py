@@ -98,7 +98,7 @@ class Fedssyn(DataRule):
             privacy.
         noise_multiplier: Noise of DP-SGD relative to ``clip``. With ``epsilon`` too, training stops before the budget
             is exceeded; ``epsilon`` alone determines the noise.
-        delta: Of differential privacy.
+        delta: Probability that the guarantee of DP-SGD does not hold.
         clip: Norm to which DP-SGD clips a sample's gradient.
         accountant: Privacy accountant: ``rdp`` or ``prv``.
         reproducible: Compute the noise of private generators from the seed, without a guarantee.
