@@ -39,6 +39,9 @@ def split_expression(composition: str) -> list[tuple[str, dict[str, str]]]:
 def join_expression(parts: list[tuple[str, dict[str, str]]]) -> str:
     """Invert ``split_expression``.
 
+    Args:
+        parts: Name and options of each method.
+
     Raises:
         ConfigError: If the value of an option would be read as another option, or as another method.
 
