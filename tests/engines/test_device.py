@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 from dataclasses import replace
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ import pytest
 import torch
 from support.federations import SmallBatchNorm, blobs
 from support.protocol import server_of
+from support.recorded_operators import RecordedOperators
 from support.tolerance import assert_close
 
 import unskew
@@ -19,6 +21,7 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.inline import InlineEngine
 from unskew.engines.vectorized import VectorizedEngine
+from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.protocol.messages import finite_flags
 from unskew.protocol.training_config import Training
 from unskew.tasks.registry import TASKS
@@ -52,7 +55,7 @@ class FakeMemory:
 
 def engines(memory=None, model=None, name="fedavg", clients=21, **options):
     sizes = [8 + k % 5 for k in range(clients)]
-    federation, what = blobs(sizes, shape=(2, 6, 6)), method(name)
+    federation, what = blobs(sizes, shape=(2, 6, 6)).to(torch.device("cpu")), method(name)  # in one array, as on a GPU
     torch.manual_seed(0)
     spec = ModelSpec(model or SmallBatchNorm(), federation.shape, federation.classes, dtype=torch.float64)
     training = Training(local_epochs=1, batch_size=4, lr=0.1)
@@ -114,10 +117,10 @@ def test_the_width_follows_from_the_memory_of_a_small_group(total, width, traine
 def test_a_round_that_exhausts_the_memory_starts_again_with_half_the_width(monkeypatch, tmp_path):
     memory = FakeMemory(100, 100 * 40)
     engine, inline, broadcasts, groups = with_memory(monkeypatch, memory)
-    engine.remember_width(tmp_path, resume=False)
+    engine.remember_choices(tmp_path, resume=False)
     expected = list(inline.train(broadcasts))
     list(engine.train(broadcasts))
-    assert json.loads((tmp_path / "vectorized.json").read_text()) == {"width": 32}
+    assert json.loads((tmp_path / "vectorized.json").read_text()) == {"width": 32, "channels_last": False}
     memory.total, memory.released = 100 * 9, 0
     groups.clear()
     assert_same(engine.train(broadcasts), expected)
@@ -125,7 +128,7 @@ def test_a_round_that_exhausts_the_memory_starts_again_with_half_the_width(monke
     assert memory.released == 2
     assert json.loads((tmp_path / "vectorized.json").read_text())["width"] == 8
     resumed, _, _, groups = with_memory(monkeypatch, memory)
-    resumed.remember_width(tmp_path, resume=True)
+    resumed.remember_choices(tmp_path, resume=True)
     assert_same(resumed.train(broadcasts), expected)
     assert groups == [8, 8, 5]
 
@@ -153,6 +156,37 @@ def test_pretrained_models_are_trained_one_by_one(monkeypatch):
 def test_the_cpu_keeps_its_width():
     engine, _, _ = engines()
     assert engine.width == vectorized.WIDTH
+
+
+@pytest.mark.parametrize(
+    ("seconds", "channels_last"), [((1.0, 0.8), True), ((1.0, 0.95), False), ((1.0, math.inf), False)]
+)
+def test_the_faster_form_of_convolutions_is_used_and_resumed(seconds, channels_last, monkeypatch, tmp_path):
+    """The network with the channels last must be clearly faster; a resumed run does not measure again."""
+    timed = []
+    monkeypatch.setattr(
+        GroupTrainer, "step_seconds", lambda self, sent: timed.append(len(sent)) or seconds[len(timed) - 1]
+    )
+    engine, inline, broadcasts = engines(record=RecordedOperators)
+    engine.remember_choices(tmp_path, resume=False)
+    engine.sums = False
+    assert_same(engine.train(broadcasts), list(inline.train(broadcasts)))
+    assert (engine.channels_last, engine.trainer.form is not None) == (channels_last, channels_last)
+    assert json.loads((tmp_path / "vectorized.json").read_text())["channels_last"] is channels_last
+    resumed, _, _ = engines(record=RecordedOperators)
+    resumed.remember_choices(tmp_path, resume=True)
+    assert_same(resumed.train(broadcasts), list(inline.train(broadcasts)))
+    assert resumed.channels_last is channels_last
+    assert timed == [21, 21]
+
+
+def test_a_recorded_step_is_timed_and_discarded():
+    engine, inline, broadcasts = engines(record=RecordedOperators)
+    assert 0 < engine.trainer.step_seconds(broadcasts) < math.inf
+    assert_same(engine.train(broadcasts), list(inline.train(broadcasts)))
+    failing, _, _ = engines(record=RecordedOperators)
+    failing.trainer.record = lambda work, restore: work  # has no replay
+    assert failing.trainer.step_seconds(broadcasts) == math.inf
 
 
 class Convolutions(torch.nn.Module):

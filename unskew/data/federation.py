@@ -160,6 +160,13 @@ class Federation:
             return np.asarray(self.clients.splits - self.clients.offsets[:-1])
         return np.array([client.num_samples for client in self.clients])
 
+    def num_samples(self, client: int) -> int:
+        """Return the number of training samples of a client."""
+        if isinstance(self.clients, ArrayClients):
+            start, split, _ = self.clients.bounds(client)
+            return split - start
+        return self.clients[client].num_samples
+
     def to(self, device: torch.device) -> Federation:
         """Return the same federation on ``device``; clients that are not stored in arrays are not moved."""
         x, y = self.test

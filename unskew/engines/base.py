@@ -43,6 +43,7 @@ class EngineConfig:
         retried: Called with the number of clients that are trained again because a worker or a node died.
         plan: Schedule of the run.
         keeps_encoded: Whether updates keep their encoded streams, which a site sends.
+        graphs: Whether ``vectorized`` records steps as CUDA graphs.
         secret: Secret key of Poisson batches and private noise; None draws them from the seed.
     """
 
@@ -60,6 +61,7 @@ class EngineConfig:
     retried: Callable[[int], None] = ignore_retries
     plan: RoundPlan = field(default_factory=RoundPlan)
     keeps_encoded: bool = False
+    graphs: bool = True
     secret: SecretKey | None = None
 
     def batch_plan(self, round: int, client: int) -> BatchPlan:
@@ -70,7 +72,7 @@ class EngineConfig:
             client: Client number.
         """
         poisson = any(rule.poisson_batches for rule in self.rules)
-        num_samples = self.federation.clients[client].num_samples
+        num_samples = self.federation.num_samples(client)
         return BatchPlan(
             self.training, num_samples, self.seed, round, client, poisson, self.secret if poisson else None
         )

@@ -134,7 +134,7 @@ class ClientInputs:
         """
         device, secret = self.setup.device, self.setup.secret
         v = self.initial_params(broadcast)
-        epoch = len(self.setup.training.cuts(self.setup.federation.clients[broadcast.client].num_samples))
+        epoch = len(self.setup.training.cuts(self.setup.federation.num_samples(broadcast.client)))
 
         def scalar(value: float) -> Tensor:
             return torch.tensor(float(value), dtype=v.dtype)
@@ -324,7 +324,7 @@ def pack_update(
     return Update(
         client=broadcast.client,
         origin_round=broadcast.round,
-        num_samples=setup.federation.clients[broadcast.client].num_samples,
+        num_samples=setup.federation.num_samples(broadcast.client),
         weight=broadcast.weight,
         delta=sent.delta,
         buffers=b,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 import torch.utils.deterministic
+from torch import Tensor
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -57,6 +59,44 @@ def device_modes(device: torch.device, precision: str) -> Iterator[None]:
             setattr(owner, name, value)
         if workspace is None:
             os.environ.pop(WORKSPACE, None)
+
+
+def send(values: Tensor, device: torch.device) -> Tensor:
+    """Copy values of the host to a device without waiting for it.
+
+    Args:
+        values: Tensor to copy.
+        device: Device of the copy.
+    """
+    if device.type != "cuda" or values.device.type != "cpu":
+        return values.to(device)
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def time_mark(device: torch.device) -> float | torch.cuda.Event:
+    """Return a mark of the time at which all work queued so far on a device is done, without waiting for it.
+
+    Args:
+        device: Device of the work.
+    """
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def elapsed(first: float | torch.cuda.Event, last: float | torch.cuda.Event) -> float:
+    """Return the seconds between two marks; waits for the last one.
+
+    Args:
+        first: Earlier mark.
+        last: Later mark.
+    """
+    if isinstance(first, float) or isinstance(last, float):
+        return float(last) - float(first)  # type: ignore[arg-type]
+    last.synchronize()
+    return float(first.elapsed_time(last)) / 1e3
 
 
 class DeviceMemory:

@@ -13,6 +13,11 @@ from unskew.data.augment import crop_and_flip
 from unskew.data.clients import ArrayClients, DrawnClients, take_rows
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import PADDING, BatchPlan
+from unskew.engines.device import send
+from unskew.protocol.messages import Tensors
+
+StepKind = tuple[int, int]
+"""Number of clients and size of their batches in a step."""
 
 
 class StepGroup(NamedTuple):
@@ -24,6 +29,11 @@ class StepGroup(NamedTuple):
     rows: Tensor | None = None  # of all samples in the array that the clients share
     augmentation: tuple[Tensor, Tensor] | None = None  # crop offsets and flips of all samples
     weights: Tensor | None = None  # of the rows of Poisson batches, [k, B]
+
+    @property
+    def kind(self) -> StepKind:
+        """Number of clients and size of their batches."""
+        return len(self.clients), len(self.batches[0])
 
 
 class GroupBatches:
@@ -39,8 +49,8 @@ class GroupBatches:
         source = setup.federation.clients
         self.device = setup.device
         self.shared = source if isinstance(source, ArrayClients) and not isinstance(source, DrawnClients) else None
-        self.clients = [source[number] for number in numbers]
-        data_device = self.clients[0].y.device
+        self.clients = [] if self.shared is not None else [source[number] for number in numbers]
+        data_device = self.clients[0].y.device if self.shared is None else self.shared.y.device
         if self.shared is None:
             plans = [plan.to(client.y.device) for plan, client in zip(plans, self.clients, strict=True)]
         by_size: dict[tuple[int, int], list[int]] = defaultdict(list)
@@ -77,6 +87,48 @@ class GroupBatches:
                 group = group._replace(positions=positions[: len(group.clients)])
                 positions = positions[len(group.clients) :]
             self.steps[t].append(group)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether the clients share an array on the device, so that steps need nothing from the host."""
+        return self.shared is not None and self.shared.y.device.type == self.device.type
+
+    def tables(self, rates: Sequence[float] | None) -> tuple[list[StepKind], dict[StepKind, Tensors]]:
+        """Return the steps of all kinds as tensors on the device, with a row per step, for clients that share an array there.
+
+        The number of rows is a power of two, so that it seldom differs between rounds; the last ones may be unused.
+
+        Args:
+            rates: Learning rate of each step; None if it is constant.
+
+        Returns:
+            Kind of each step in order, and the tables: sample ``rows``, number of the ``step``, and, if needed, ``rate``,
+            ``positions`` of the clients, crop ``offsets``, ``flips`` and ``weights`` of the samples.
+        """
+        entries: dict[StepKind, list[tuple[int, StepGroup]]] = defaultdict(list)
+        order: list[StepKind] = []
+        for t, groups in enumerate(self.steps):
+            for group in groups:
+                entries[group.kind].append((t, group))
+                order.append(group.kind)
+        return order, {kind: self._table(steps, rates) for kind, steps in entries.items()}
+
+    def _table(self, steps: list[tuple[int, StepGroup]], rates: Sequence[float] | None) -> Tensors:
+        """Return the table of the steps of one kind."""
+        steps = steps + steps[-1:] * ((1 << (len(steps) - 1).bit_length()) - len(steps))
+        groups = [group for _, group in steps]
+        crops = [group.augmentation for group in groups if group.augmentation is not None]
+        columns: dict[str, list[Tensor]] = {
+            "rows": [group.rows for group in groups if group.rows is not None],
+            "positions": [group.positions for group in groups if group.positions is not None],
+            "weights": [group.weights for group in groups if group.weights is not None],
+            "offsets": [offsets for offsets, _ in crops],
+            "flips": [flips for _, flips in crops],
+        }
+        table = {name: torch.stack(parts) for name, parts in columns.items() if parts}
+        numbers = [torch.tensor([t for t, _ in steps])]
+        numbers += [] if rates is None else [torch.tensor([rates[t] for t, _ in steps], dtype=torch.float64)]
+        return {**table, **dict(zip(("step", "rate"), (send(part, self.device) for part in numbers), strict=False))}
 
     def stored_batch(self, group: StepGroup) -> tuple[Tensor, Tensor]:
         """Return the stored inputs ``[k B, ...]`` of a group, and the targets ``[k, B, ...]`` on the device."""

@@ -29,7 +29,7 @@ def init_state(training: Training, v: Tensor, freezes: bool = False) -> State:
 
 
 def optimizer_step(
-    training: Training, v: Tensor, g: Tensor, state: State, t: int, trainable: Tensor | None = None
+    training: Training, v: Tensor, g: Tensor, state: State, t: int | Tensor, trainable: Tensor | None = None
 ) -> tuple[Tensor, State]:
     """Take one step from ``v`` along the gradient ``g``; ``v`` and ``state`` are overwritten.
 
@@ -40,7 +40,7 @@ def optimizer_step(
         v: Parameters, ``[d]``; overwritten.
         g: Gradient, ``[d]``.
         state: State of the optimizer; overwritten.
-        t: Number of the step, from 0.
+        t: Number of the step, from 0; a tensor in a recorded step.
         trainable: Mask of the parameters to update, boolean ``[d]``; None for all.
 
     Raises:
@@ -58,7 +58,7 @@ def optimizer_step(
     }
 
 
-def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+def update_all(training: Training, v: Tensor, g: Tensor, state: State, t: int | Tensor) -> tuple[Tensor, State]:
     """Take one step of all parameters.
 
     Args:
@@ -89,10 +89,11 @@ def sgd(training: Training, v: Tensor, g: Tensor, state: State) -> tuple[Tensor,
     if training.momentum:
         buffer = state["momentum"].mul_(training.momentum).add_(g)
         g = g.add(buffer, alpha=training.momentum) if training.nesterov else buffer
-    return v.add_(g, alpha=-training.lr), state
+    rate: float | Tensor = training.lr  # a tensor in a recorded step
+    return (v.sub_(g * rate) if isinstance(rate, Tensor) else v.add_(g, alpha=-rate)), state
 
 
-def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tuple[Tensor, State]:
+def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int | Tensor) -> tuple[Tensor, State]:
     """Take a step of Adam (decay in the gradient) or AdamW (decoupled decay), as ``torch.optim``; betas 0.9 and 0.999.
 
     The bias is corrected with each parameter's own number of steps if ``state`` counts them.
@@ -111,6 +112,7 @@ def adam(training: Training, v: Tensor, g: Tensor, state: State, t: int) -> tupl
         g = g.add(v, alpha=training.weight_decay)
     m = state["m"].mul_(beta1).add_(g, alpha=1 - beta1)
     second = state["v"].mul_(beta2).add_(g * g, alpha=1 - beta2)
-    taken = state["steps"].add_(1) if "steps" in state else t + 1
+    taken = t + 1 if isinstance(t, int) else (t + 1).to(torch.float64)
+    taken = state["steps"].add_(1) if "steps" in state else taken
     root = (second / (1 - beta2**taken)).sqrt_().add_(eps)
     return v.sub_(m / root * (training.lr / (1 - beta1**taken))), state

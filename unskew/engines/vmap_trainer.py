@@ -8,83 +8,32 @@ from __future__ import annotations
 
 import importlib
 import math
-import time
 from collections.abc import Callable, Hashable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
-from unskew.engines.client_inputs import apply_begin_hooks, apply_end_hooks, local_update, pack_update
+from unskew.engines.batches import BatchPlan
+from unskew.engines.client_axis import Tree, select_rows, stack_trees
+from unskew.engines.client_inputs import pack_update
+from unskew.engines.device import elapsed, time_mark
 from unskew.engines.group_batches import GroupBatches
-from unskew.engines.local_trainer import LocalTrainer, combined_trainable_mask, composed_gradient, requested_carry
+from unskew.engines.local_trainer import LocalTrainer, requested_carry
+from unskew.engines.mapped_cohort import CohortSteps, MappedCohort, RecordedCohort
+from unskew.engines.recording import Recorder, signature
 from unskew.errors import UnskewError
-from unskew.models.execution import Batch, FunctionalModel
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.models.user_modules import describe_error
-from unskew.protocol.context import Context
-from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
-from unskew.seeding import fold
+from unskew.protocol.messages import Broadcast, SummedUpdate, Tensors, Update, replace_fields
 
-Tree = Any
-
-
-def stack_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tree, Tree]:
-    """Stack trees along a leading client axis on ``device``, with one transfer per leaf for all clients.
-
-    Args:
-        trees: Tree of each client.
-        device: Device to move to.
-
-    Returns:
-        Stacked tree, and the ``in_dims`` of its leaves: None for leaves that all clients share.
-    """
-    leaves = [pytree.tree_flatten(tree)[0] for tree in trees]
-    layout = pytree.tree_flatten(trees[0])[1]
-    stacked, dims = [], []
-    for column in zip(*leaves, strict=True):
-        alike = all(leaf is column[0] for leaf in column)  # including None, for values that no rule needs
-        if alike:
-            stacked.append(None if column[0] is None else column[0].to(device))
-        else:
-            together = len({leaf.device for leaf in column}) == 1  # state from a checkpoint is on the CPU
-            stacked.append(torch.stack(column if together else [leaf.to(device) for leaf in column]).to(device))
-        dims.append(None if alike else 0)
-    return pytree.tree_unflatten(stacked, layout), pytree.tree_unflatten(dims, layout)
-
-
-def select_rows(tree: Tree, index: Tensor | int | None, dims: Tree | None = None) -> Tree:
-    """Select rows of every leaf with a client axis (all rows, not copied, if ``index`` is None).
-
-    Args:
-        tree: Nested containers of tensors.
-        index: Rows to select; None for all.
-        dims: Leaves with a client axis; None for all.
-    """
-    if index is None:
-        return tree
-    if dims is None:
-        return pytree.tree_map(lambda leaf: leaf[index], tree)
-    leaves, layout = pytree.tree_flatten(tree)
-    flags = pytree.tree_flatten(dims, is_leaf=lambda d: d is None)[0]
-    picked = [leaf if flag is None else leaf[index] for leaf, flag in zip(leaves, flags, strict=True)]
-    return pytree.tree_unflatten(picked, layout)
-
-
-def replace_rows(tree: Tree, index: Tensor | None, new: Tree) -> Tree:
-    """Return ``tree`` with rows replaced.
-
-    Args:
-        tree: Nested containers of tensors.
-        index: Rows to replace; None for all.
-        new: Values of these rows.
-    """
-    if index is None:
-        return new
-    return pytree.tree_map(lambda old, part: old.index_copy(0, index, part), tree, new)
+MAX_RECORDED = 8
+"""Largest number of cohorts with other shapes whose recordings are kept, each with its memory."""
+TIMED_STEPS = 16
+"""Number of steps that are timed together."""
 
 
 def client_kind(broadcast: Broadcast) -> Hashable:
@@ -100,8 +49,8 @@ def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> li
         setup: Configuration of the engine.
         broadcasts: Messages from the server.
     """
-    clients, steps = setup.federation.clients, setup.training.steps
-    return [steps(clients[broadcast.client].num_samples, broadcast.client) for broadcast in broadcasts]
+    num_samples, steps = setup.federation.num_samples, setup.training.steps
+    return [steps(num_samples(broadcast.client), broadcast.client) for broadcast in broadcasts]
 
 
 def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:
@@ -145,16 +94,29 @@ class GroupTrainer:
         form: Grouped form of the model, which trains clients as one network; None to map each operator.
         views: Whether updates may be views of the group's tensors, if they are packed at once; otherwise, keeping one
             client's update would keep the memory of the whole group.
+        record: Records work on a device; None executes everything from Python.
+
+    Attributes:
+        sums: Whether one sum of the updates of a group may be returned, if the server needs no single ones.
     """
 
     def __init__(
-        self, setup: EngineConfig, single: LocalTrainer, form: GroupedModel | None = None, views: bool = False
+        self,
+        setup: EngineConfig,
+        single: LocalTrainer,
+        form: GroupedModel | None = None,
+        views: bool = False,
+        record: Recorder | None = None,
     ):
         self.setup, self.single, self.views = setup, single, views
         self.form = None if any(rule.trains_alone for rule in setup.rules) else form
+        self.steps = CohortSteps(setup, single.inputs, self.form is not None, single.model.stream is not None)
+        self.record = record
+        self.sums = False
+        self._recorded: dict[str, RecordedCohort] = {}
         # Encoded uploads are other tensors than those that are checked for all clients at once.
         self.encodes = any(rule.encodes for rule in setup.rules)
-        self._warned = False
+        self._warned = self._warned_unrecorded = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
         """Train clients of one kind, as one network if possible.
@@ -190,97 +152,88 @@ class GroupTrainer:
             )
         return updates
 
-    def _map(self, function: Callable[..., Tree], dims: Tree, *args: Tree) -> Tree:
-        return torch.func.vmap(function, in_dims=dims, randomness="error")(*args)
-
-    def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
+    def mapped(self, broadcasts: Sequence[Broadcast]) -> list[Any]:
         """Train clients of one kind under ``vmap``."""
         if broadcasts[0].closing or broadcasts[0].asks_loss:
             return [self.single.train(broadcast) for broadcast in broadcasts]
         with use_grouped(self.setup.spec, self.form):
             return self._mapped(broadcasts)
 
-    def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
-        setup, training, device, round = self.setup, self.setup.training, self.setup.device, broadcasts[0].round
-        plans = [setup.batch_plan(round, sent.client) for sent in broadcasts]
+    def _mapped(self, broadcasts: Sequence[Broadcast]) -> list[Any]:
+        if self.record is None:
+            return self._train_cohort(broadcasts)
+        try:
+            return self._train_cohort(broadcasts)
+        except (UnskewError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:  # errors that do not come from the recording are raised below
+            reason = describe_error(error)
+        self.record = None
+        self._recorded.clear()
+        updates = self._train_cohort(broadcasts)
+        self._warn_unrecorded(reason)
+        return updates
+
+    def _warn_unrecorded(self, reason: str) -> None:
+        """Warn once that local steps are not recorded."""
+        if not self._warned_unrecorded:
+            self._warned_unrecorded = True
+            self.setup.warn(
+                f"Local steps are not recorded as a CUDA graph, which makes small models several times slower ({reason}). "
+                "The numbers are the same. Set graphs=off to avoid the attempt."
+            )
+
+    def _prepared(self, broadcasts: Sequence[Broadcast], plans: list[BatchPlan]) -> tuple[MappedCohort, GroupBatches]:
+        """Return clients of one kind, ready to train on the batches of their plans."""
+        setup, round, count = self.setup, broadcasts[0].round, len(broadcasts)
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
-        inputs = self.single.inputs
         singly = [self.single.inputs_of(broadcast, plan) for broadcast, plan in zip(broadcasts, plans, strict=True)]
-        stacked, dims = stack_trees(singly, device)
+        stacked, dims = stack_trees(singly, setup.device)
+        if self.record is None or not batches.on_device:
+            return MappedCohort(self.steps, round, stacked, dims, count), batches
+        key = signature((stacked, count)) + repr(dims)
+        cohort = self._recorded.pop(key, None)
+        if cohort is None:
+            cohort = RecordedCohort(self.steps, stacked, dims, count, self.record)
+        self._recorded[key] = cohort  # the last used one comes last
+        if len(self._recorded) > MAX_RECORDED:
+            self._recorded.pop(next(iter(self._recorded)))
+        cohort.start(round, stacked)
+        return cohort, batches
 
-        def ctxs_of(stacked: dict[str, Any], b: Tensor, ended: bool = False) -> tuple[FunctionalModel, list[Context]]:
-            model = FunctionalModel(setup.spec, b)
-            return model, inputs.contexts(stacked, model, round, ended)
-
-        def begin(stacked: dict[str, Any], b: Tensor) -> tuple[list[Tensors], Tensor]:
-            carries, started, _ = apply_begin_hooks(setup.rules, stacked, lambda inputs: ctxs_of(inputs, b)[1])
-            if started is not stacked:
-                dims["v_global"] = 0
-            return carries, started["v_global"]
-
-        def step(
-            stacked: dict[str, Any], b: Tensor, v: Tensor, carries: list[Tensors], state: Tensors, batch: Batch
-        ) -> Tree:
-            model, ctxs = ctxs_of(stacked, b)
-            carries = [dict(carry) for carry in carries]
-            grad_fn = composed_gradient(setup.rules, ctxs, carries, model, setup.task)
-            trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            now = training.at(round, t)
-            v, state = optimizers.optimizer_step(now, v, grad_fn(v, batch), state, t, trainable)
-            return model.b, v, carries, state, model.loss
-
-        def end(stacked: dict[str, Any], b: Tensor, carries: list[Tensors], v: Tensor, delta: Tensor) -> Tree:
-            _, ctxs = ctxs_of(stacked, b, ended=True)
-            return apply_end_hooks(setup.rules, ctxs, carries, v, delta)
-
-        def rows(name: str) -> Tensor:
-            value: Tensor = stacked[name]  # copied, because training overwrites it
-            return torch.stack([value] * len(broadcasts)) if dims[name] is None else value.clone()
-
-        b, keys, counts = (rows(name) for name in ("b_global", "key", "steps"))
-        total = torch.zeros(len(broadcasts), dtype=stacked["v_global"].dtype, device=device)
-        began = self._now()
-        carries, v = self._map(begin, (dims, 0), stacked, b)
-        if dims["v_global"] == 0:
-            stacked["v_global"] = v
-        v = rows("v_global")
-        moments = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
-        state = {name: torch.stack([m[name] for m in moments]) for name in moments[0]}
-        ready = self._now()
+    def _train_cohort(self, broadcasts: Sequence[Broadcast]) -> list[Any]:
+        setup, count = self.setup, len(broadcasts)
+        plans = [setup.batch_plan(sent.round, sent.client) for sent in broadcasts]
+        v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], setup.device)
+        cohort, batches = self._prepared(broadcasts, plans)
+        times = [time_mark(setup.device)]
+        cohort.begin(lambda v: self._optimizer_state(broadcasts, v))
+        times.append(time_mark(setup.device))
         samples = [
-            requested_carry(setup.rules, select_rows(carries, k), broadcast) if broadcast.carry_of else {}
+            pytree.tree_map(torch.clone, requested_carry(setup.rules, select_rows(cohort.carries, k), broadcast))
+            if broadcast.carry_of
+            else {}
             for k, broadcast in enumerate(broadcasts)
         ]
-        numbers = torch.arange(len(batches.steps), device=device)
-        for t, at in enumerate(numbers):
-            for group in batches.steps[t]:
-                index = group.positions
-                batch = self._batch(*batches.stored_batch(group), at, select_rows(keys, index))
-                batch = batch._replace(lr=training.rate(round, t), weight=group.weights)
-                args = (
-                    select_rows(stacked, index, dims),
-                    *(select_rows(x, index) for x in (b, v, carries, state)),
-                    batch,
-                )
-                weighted = None if group.weights is None else 0
-                in_dims = (dims, 0, 0, 0, 0, Batch(0, 0, 0, None, None, None, weighted))  # type: ignore[arg-type]
-                new = self._map(step, in_dims, *args)
-                b, v, carries, state = (
-                    replace_rows(x, index, n) for x, n in zip((b, v, carries, state), new[:4], strict=True)
-                )
-                total = replace_rows(total, index, select_rows(total, index) + new[4])
-        v_sent, _ = stack_trees([broadcast.v for broadcast in broadcasts], device)
-        stacked, dims = self._trained_surveys(broadcasts, stacked, dims, v, b)
-        deltas = local_update(stacked["sent"], v_sent, stacked["v_global"], v)
-        written, deltas = self._map(end, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
-        losses, finite = self._read(total / counts.clamp_min(1), (deltas, b, v, written, state))
+        cohort.train(batches)
+        b, v, state = cohort.b, cohort.v, cohort.state
+        if any(rule.survey_at == "trained" for rule in setup.rules):
+            cohort.stacked, cohort.dims = self._trained_surveys(broadcasts, cohort.stacked, cohort.dims, v, b)
+        plain = not any(
+            sent.report or sent.carry_of or sent.keeps_optimizer or sent.up is not None for sent in broadcasts
+        )
+        if self.sums and plain and count > 1:
+            return [self._summed(broadcasts, cohort.end_summed(v_sent), times)]
+        written, deltas = cohort.end(v_sent)
+        losses, finite = self._read(cohort.losses(), (deltas, b, v, written, state))
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
+        if isinstance(cohort, RecordedCohort):  # the next round overwrites its tensors
+            deltas, v = deltas.clone(), v.clone()
+            if cohort.reasons:
+                self._warn_unrecorded(cohort.reasons[0])
         # Each client gets an equal share of the group's time.
-        spent = {
-            "setup_seconds": (ready - began) / len(broadcasts),
-            "train_seconds": (self._now() - ready) / len(broadcasts),
-        }
-        updates = [
+        spent = self._shares(times, count)
+        updates: list[Update] = [
             pack_update(
                 setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
@@ -290,12 +243,72 @@ class GroupTrainer:
         ]  # fmt: skip
         return [replace_fields(update, known_finite=known) for update, known in zip(updates, finite, strict=True)]
 
+    def step_seconds(self, broadcasts: Sequence[Broadcast]) -> float:
+        """Return the seconds of a recorded first step of clients of one kind, whose result is discarded.
+
+        Args:
+            broadcasts: Messages to the clients.
+
+        Returns:
+            Infinity if the step cannot be recorded.
+        """
+        plans = [self.setup.batch_plan(sent.round, sent.client) for sent in broadcasts]
+        for plan in plans:
+            plan.batches = plan.batches[:1] * TIMED_STEPS
+            plan.weights = None if plan.weights is None else plan.weights[:1] * TIMED_STEPS
+        try:
+            with use_grouped(self.setup.spec, self.form):
+                cohort, batches = self._prepared(broadcasts, plans)
+                cohort.begin(lambda v: self._optimizer_state(broadcasts, v))
+                cohort.train(batches)  # records the step
+                began = time_mark(self.setup.device)
+                cohort.train(batches)
+                return elapsed(began, time_mark(self.setup.device)) / TIMED_STEPS
+        except UnskewError:
+            raise
+        except Exception:  # training itself reports what is wrong
+            return math.inf
+        finally:
+            self._recorded.clear()
+
+    def _summed(self, broadcasts: Sequence[Broadcast], results: Tree, times: list[Any]) -> SummedUpdate:
+        """Return the sum of the updates of clients, of which the device is read once."""
+        delta, buffers, upload, state, report = results
+        losses, finite = report.tolist()
+        usable = [k for k, flag in enumerate(finite) if flag]
+        if len(usable) < len(broadcasts):
+            state = pytree.tree_map(lambda rows: rows[usable], state)
+        spent = self._shares(times, len(broadcasts))
+        return SummedUpdate(
+            origin_round=broadcasts[0].round,
+            clients=tuple(broadcasts[k].client for k in usable),
+            unusable=tuple(sent.client for sent, flag in zip(broadcasts, finite, strict=True) if not flag),
+            num_samples=sum(self.setup.federation.num_samples(broadcasts[k].client) for k in usable),
+            weight=sum(broadcasts[k].weight for k in usable),
+            delta=delta,
+            buffers=buffers,
+            upload={name: tensors for name, tensors in upload.items() if tensors},
+            metrics={
+                "loss": sum(losses[k] for k in usable),
+                **{name: seconds * len(usable) for name, seconds in spent.items()},
+            },
+            state=state,
+            known_finite=True,
+            masked=False,
+        )
+
+    def _optimizer_state(self, broadcasts: Sequence[Broadcast], v: Tensor) -> Tensors:
+        """Return the clients' states of the optimizer for parameters ``[k, d]``."""
+        inputs = self.single.inputs
+        if not any(broadcast.keeps_optimizer and broadcast.state.optimizer for broadcast in broadcasts):
+            return inputs.optimizer_state(broadcasts[0], v)
+        each = [inputs.optimizer_state(broadcast, start) for broadcast, start in zip(broadcasts, v, strict=True)]
+        return {name: torch.stack([state[name] for state in each]) for name in each[0]}
+
     def _trained_surveys(
         self, broadcasts: Sequence[Broadcast], stacked: dict[str, Any], dims: dict[str, Any], v: Tensor, b: Tensor
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Return the training inputs and their ``in_dims`` with the surveys of the trained models."""
-        if all(rule.survey_at != "trained" for rule in self.setup.rules):
-            return stacked, dims
         singly = []
         for k, broadcast in enumerate(broadcasts):
             own_inputs = select_rows(stacked, k, dims)
@@ -313,16 +326,8 @@ class GroupTrainer:
         values, *columns = torch.stack([losses, *sums]).tolist()
         return values, [all(map(math.isfinite, row)) for row in zip(*columns, strict=True)]
 
-    def _now(self) -> float:
-        """Return the time after all work queued on the device is done."""
-        if self.setup.device.type == "cuda":
-            torch.cuda.synchronize(self.setup.device)
-        return time.perf_counter()
-
-    def _batch(self, stored: Tensor, y: Tensor, at: Tensor, keys: Tensor) -> Batch:
-        flat = self.single.inputs.normalize(stored)
-        if flat.dim() == 4 and self.form is None:
-            x = torch.stack(flat.chunk(len(y)))
-        else:
-            x = torch.unflatten(flat, 0, (len(y), -1))
-        return Batch(x, y, fold(keys, at) if self.single.model.stream else keys, at)
+    def _shares(self, times: list[Any], count: int) -> dict[str, float]:
+        """Return each client's share of the seconds before the first step and since then."""
+        times = [*times, time_mark(self.setup.device)]
+        seconds = [elapsed(first, last) / count for first, last in pairwise(times)]
+        return dict(zip(("setup_seconds", "train_seconds"), seconds, strict=True))

@@ -282,7 +282,7 @@ class Update:
 
 @dataclass(frozen=True)
 class SummedUpdate:
-    """Sum of the updates of several clients of a round, opened under secure aggregation: no single one is known.
+    """Sum of the updates of several clients of a round: opened under secure aggregation, or computed by an engine.
 
     Attributes:
         origin_round: Round of the broadcasts that the clients trained from.
@@ -295,7 +295,10 @@ class SummedUpdate:
         upload: Sums of the extra tensors of each rule.
         report: Weighted sum of the clients' whole models ``v [d]``, if requested.
         metrics: Sums of the metrics.
+        state: State of each rule at the clients, ``[n, ...]`` in the order of ``clients``, if an engine computed the sum.
         b_start: Broadcast buffers, ``[m]``; the server adds them for rules that need them.
+        known_finite: Whether the engine found all numbers of the clients finite.
+        masked: Whether the clients send masked numbers.
     """
 
     origin_round: int
@@ -308,9 +311,14 @@ class SummedUpdate:
     upload: dict[str, Tensors] = field(default_factory=dict)
     report: Tensors = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    state: dict[str, Tensors] = field(default_factory=dict)
     b_start: Tensor | None = None
+    known_finite: bool = False
+    masked: bool = True
 
     def is_finite(self) -> bool:
         """Return whether all numbers are finite."""
+        if self.known_finite:
+            return True
         uploads = [t for tensors in self.upload.values() for t in tensors.values()]
         return all(finite_flags([self.delta, self.buffers, *uploads]))

@@ -100,7 +100,15 @@ class Training:
             round: Number of the round, from 0.
             step: Number of the local step; None for the mean over the round's steps.
         """
-        return replace(self, lr=self.rate(round, step), lr_schedule="constant") if self.scheduled else self
+        return self.with_rate(self.rate(round, step)) if self.scheduled else self
+
+    def with_rate(self, rate: float) -> Training:
+        """Return a copy with a constant learning rate.
+
+        Args:
+            rate: Learning rate; a tensor in a recorded step.
+        """
+        return replace(self, lr=rate, lr_schedule="constant")
 
     def steps(self, num_samples: int, client: int) -> int:
         """Return the number of local steps per round.

@@ -154,6 +154,7 @@ def assemble(
         warn=recorder.warn,
         retried=recorder.retried,
         plan=plan,
+        graphs=config.graphs == "auto",
         secret=secret,
     )
     trains_all = config.rounds * config.participation >= 1 and rule.steps_without != "clients"

@@ -240,9 +240,9 @@ def resume(
             ``unskew reproduce`` is found automatically and only read.
         trust_code: Whether a custom model or method that the folder's ``config.yaml`` names may be imported, which runs
             its code.
-        **changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``stall_warning_seconds``,
-            ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or ``base_run``; and, if the data
-            were moved, for ``data_path``, or ``data`` with another path.
+        **changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``graphs``,
+            ``stall_warning_seconds``, ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or
+            ``base_run``; and, if the data were moved, for ``data_path``, or ``data`` with another path.
 
     Raises:
         CheckpointError: If there is nothing to resume, the configuration differs, or all checkpoints are corrupted.

@@ -78,7 +78,7 @@ class SimulatedClients:
         def create(setup: EngineConfig, again: bool = resume) -> Engine:
             engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group, ray)
             if isinstance(engine, VectorizedEngine) and parts.folder is not None:
-                engine.remember_width(parts.folder, again)
+                engine.remember_choices(parts.folder, again)
             return engine
 
         attackers = parts.attackers

@@ -116,11 +116,13 @@ class Aggregator:
             skipped, accepted = sorted([*skipped, *(update.client for update in accepted)]), []
         for update in accepted:
             self.clients.accept(update)
+        for summed in intake.sums if accepted else ():
+            self.clients.store.keep_rows(summed.clients, summed.state, setup.federation_info.clients)
         if accepted and "last_update" in setup.needs:
             for single in intake.round_updates.individual or ():
                 self.clients.put_last_update(single)
         self.skipped.count(skipped, overflowed)
-        means = {name: total / len(accepted) if accepted else 0.0 for name, total in intake.sums.items()}
+        means = {name: total / len(accepted) if accepted else 0.0 for name, total in intake.metrics.items()}
         return {
             "updates": len(accepted),
             "skipped": len(skipped),

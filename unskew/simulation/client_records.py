@@ -74,7 +74,8 @@ class ClientRecords:
 
     def accept(self, update: AcceptedUpdate) -> None:
         """Store the client's state and the round of its update."""
-        self.store.keep(update.client, update.state, update.file)
+        if update.state is not None:
+            self.store.keep(update.client, update.state, update.file)
         self.last_rounds[update.client] = update.round
 
     def put_last_update(self, update: Update) -> None:

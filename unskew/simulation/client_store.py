@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import torch
 from safetensors.torch import load_file
 
+from unskew.engines.device import send
 from unskew.filesystem import create_file, disk_errors, temporary_path
 from unskew.protocol.client_state_files import encode_tensors, write_state_file
-from unskew.protocol.messages import ClientState, Tensors, num_bytes
+from unskew.protocol.messages import ClientState, Tensors, flatten_records, num_bytes
 
 
 class ClientStore:
@@ -33,6 +35,8 @@ class ClientStore:
         self._memory: dict[int, Tensors] = {}
         self._disk: set[int] = set()
         self._bytes = 0
+        self._tables: Tensors = {}
+        self._tabled: dict[int, set[str]] = {}  # names of a client's tensors that are rows of the tables
         self.close()  # remove files of a killed session: the valid state is in the checkpoint
 
     def close(self) -> None:
@@ -83,6 +87,39 @@ class ClientStore:
         """
         self.put(client, ClientState.of(self.get(client)).updated(newer).tensors())
 
+    def keep_rows(self, clients: Sequence[int], state: dict[str, Tensors], num_clients: int) -> None:
+        """Store the new states of several clients as rows of one table per tensor, if the tables fit in memory.
+
+        Args:
+            clients: Client numbers.
+            state: New state of each rule, with a row per client; it is copied.
+            num_clients: Number of clients of the run.
+        """
+        tensors = flatten_records("rules", state)
+        if num_clients * num_bytes(rows[:1] for rows in tensors.values()) > self.limit:
+            for index, client in enumerate(clients):
+                own = {name: rows[index].clone() for name, rows in tensors.items()}
+                self.keep(client, ClientState.of(own), None)
+            return
+        rows_of = torch.tensor(clients)
+        for name, rows in tensors.items():
+            table = self._tables.get(name)
+            if (
+                table is None
+                or table.shape[1:] != rows.shape[1:]
+                or (table.dtype, table.device) != (rows.dtype, rows.device)
+            ):
+                table = self._tables[name] = rows.new_zeros(num_clients, *rows.shape[1:])
+                for names in self._tabled.values():
+                    names.discard(name)
+            rows_of = send(rows_of, table.device)
+            table.index_copy_(0, rows_of, rows)
+        for client in clients if tensors else ():
+            known = self._tabled.get(client, set())
+            if not known.issuperset(tensors):
+                self.put(client, {**self.get(client), **{name: self._tables[name][client] for name in tensors}})
+                self._tabled[client] = known | tensors.keys()
+
     def checksum(self, client: int) -> str | None:
         """Return the SHA-256 of a client's file, if known."""
         return None
@@ -113,6 +150,7 @@ class ClientStore:
         if old is not None:
             self._bytes -= num_bytes(old.values())
         self._disk.discard(client)
+        self._tabled.pop(client, None)
 
     def _spill(self, client: int) -> None:
         path = self._path(client)

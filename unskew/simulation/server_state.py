@@ -48,6 +48,14 @@ class ServerSetup:
         return frozenset(what for part in (self.rule, *self.method.rules) for what in part.needs)
 
     @cached_property
+    def sums_suffice(self) -> bool:
+        """Whether a round is determined by the sums of its updates, so that an engine need not return single ones."""
+        method = self.method
+        single = {"individual", "last_update", "sent_model", "sent_statistics", "mean_model", "optimizer"}
+        parts = method.sync is not None or method.aggregate is not None or any(rule.encodes for rule in method.client)
+        return not (parts or self.needs & single or self.buffers == "local" or self.rule.updates_per_step is not None)
+
+    @cached_property
     def compressor(self) -> ClientRule | None:
         """Client rule that compresses the broadcast model, or None."""
         return next((rule for rule in self.method.client if rule.compresses_broadcast), None)

@@ -163,14 +163,15 @@ class TrafficMeter:
         """
         setup, d = self.setup, update.delta
         buffers = 0 if setup.buffers == "local" else buffer_bytes(setup.spec, up, update.buffers)
-        if isinstance(update, SummedUpdate) or setup.federation_info.plan.masked:
-            extra = update.upload if upload is None else upload
+        extra = update.upload if upload is None else upload
+        masked = update.masked if isinstance(update, SummedUpdate) else False
+        if masked or setup.federation_info.plan.masked:
             uploads = sum(t.numel() for tensors in extra.values() for t in tensors.values())
             numbers = uploads + (slices_length(up, len(d)) if self._sends_model else 0)
             return MASKED_NUMBER * numbers, MASKED_NUMBER * update.buffers.numel()
-        if update.sent_bytes is not None:
+        if isinstance(update, Update) and update.sent_bytes is not None:
             return update.sent_bytes, buffers
-        return (slice_bytes(up, d) if self._sends_model else 0) + extra_bytes(update.upload, up, d), buffers
+        return (slice_bytes(up, d) if self._sends_model else 0) + extra_bytes(extra, up, d), buffers
 
     def count_update(self, update: Update | SummedUpdate, client: int, up: Slices | None) -> None:
         """Count one client's update, see ``upload_sizes``.
@@ -180,7 +181,7 @@ class TrafficMeter:
             client: Client number.
             up: Slices of the model that the client sends; None for all.
         """
-        unusable = client in update.unusable
+        unusable = client in update.unusable and isinstance(update, SummedUpdate) and update.masked
         report = {} if unusable else update.report
         sent, buffers = self.upload_sizes(update, up, {} if unusable else None)
         self.total.count(client, "up", sent, buffers)

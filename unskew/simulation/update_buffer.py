@@ -100,13 +100,13 @@ class AcceptedUpdate(NamedTuple):
     Attributes:
         client: Client number.
         round: Round of the broadcast that the client trained from.
-        state: State that stays at the client.
+        state: State that stays at the client; None if it is unchanged, or stored with those of other clients.
         file: Path and SHA-256 of the file that contains the state, if it is not in memory.
     """
 
     client: int
     round: int
-    state: ClientState = ClientState()
+    state: ClientState | None = None
     file: tuple[str, str] | None = None
 
 
@@ -123,7 +123,8 @@ class UpdateBuffer:
         complete: Full buffers for the server rule.
         models: Weighted sum of the clients' whole models ``[d]``, if they were reported.
         accepted: Values to store about the clients of the updates.
-        sums: Sums of the metrics of the updates, by name.
+        sums: Sums of updates, with the states of their clients.
+        metrics: Sums of the metrics of the updates, by name.
     """
 
     method: Method
@@ -134,7 +135,8 @@ class UpdateBuffer:
     complete: list[CollectedUpdates] = field(default_factory=list)
     models: Tensor | None = None
     accepted: list[AcceptedUpdate] = field(default_factory=list)
-    sums: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AVERAGED_METRICS, 0.0))
+    sums: list[SummedUpdate] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=lambda: dict.fromkeys(AVERAGED_METRICS, 0.0))
 
     def __post_init__(self) -> None:
         single = any("individual" in rule.needs for rule in (self.rule, *self.method.halves))
@@ -156,6 +158,7 @@ class UpdateBuffer:
             fields |= {"state": ClientState(), "state_file": None}
         else:
             self.accepted += [AcceptedUpdate(client, update.origin_round) for client in update.clients]
+            self.sums.append(update)
         update = replace_fields(update, **fields)
         with self.meter():
             self.round_updates.add(update, sent)
@@ -168,7 +171,7 @@ class UpdateBuffer:
         if "v" in update.report:
             weighted = update.report["v"] * scale
             self.models = weighted if self.models is None else self.models.add_(weighted)
-        self.sums = {name: total + update.metrics.get(name, 0.0) for name, total in self.sums.items()}
+        self.metrics = {name: total + update.metrics.get(name, 0.0) for name, total in self.metrics.items()}
         return update
 
     @property

@@ -34,7 +34,9 @@ from unskew.tuning.study import database, optuna_library
 from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_trials, no_callbacks
 
 MOST_TRIALS = 10_000
-MACHINE = ("engine", "workers", "clients_per_group", "ray", "stall_warning_seconds", "device", "checkpoint_every")
+MACHINE = (
+    *("engine", "workers", "clients_per_group", "graphs", "ray", "stall_warning_seconds", "device", "checkpoint_every"),
+)
 """Fields that may change when tuning is resumed, because they do not change the numbers."""
 PATIENCE = 30 * 86_400.0
 """Seconds to wait while another process runs the comparison."""

@@ -1,0 +1,169 @@
+"""Recorded steps give the bits of steps that are executed from Python, and each method's steps can be recorded.
+
+``RecordedOperators`` stands in for CUDA graphs on the CPU: what a graph would repeat with an outdated value differs here.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.federations import QUICK, blobs, small_budget, small_model
+from support.meta_device import COUNTED, NOT_HERE, Cohort, Counts
+from support.recorded_operators import RecordedOperators
+from support.tolerance import assert_close
+
+import unskew
+from unskew.engines.vectorized import VectorizedEngine
+from unskew.methods.registry import METHODS
+
+ALONE = {
+    "flora": "needs a model with LoRA factors",
+    "fedala": "trains clients one at a time",
+    "knnper": "trains clients one at a time",
+    "center": "pools the clients",
+    "fedssyn": "shares images",
+}
+"""Methods whose clients are not mapped in this federation."""
+SPELLED = {
+    **QUICK,
+    "fedcog": "fedcog:start_round=2,g_steps=2,n=8",
+    "fedcog-authors": "fedcog-authors:start_round=2,g_steps=2,n=8",
+    "vhl": "vhl:per_class=4",
+}
+FEW = ("fedavg", "scaffold", "fedcog", "perfedavg", "dpsgd")
+
+
+SUMS = VectorizedEngine.sums
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Runs a method with steps from Python or recorded; returns the model and the engines."""
+
+    def run(name, recorded, sizes=(12, 12, 12, 10, 10), sums=False, form="grouped", **options):
+        engines = []
+
+        def create(setup):
+            setup = replace(setup, federation=setup.federation.to(setup.device))
+            engines.append(VectorizedEngine(setup, None, form, RecordedOperators if recorded else None))
+            return engines[-1]
+
+        monkeypatch.setattr("unskew.engines.registry.VectorizedEngine", create)
+        monkeypatch.setattr(VectorizedEngine, "sums", SUMS if sums else False)
+        torch.manual_seed(0)
+        given = {"rounds": 5, "local_steps": 4, "batch_size": 4, "lr": 0.05, "precision": "fp64", **small_budget(name)}
+        federation = blobs(list(sizes))
+        result = unskew.run(
+            federation, model=small_model(name), method=name, engine="vectorized", **{**given, **options}
+        )
+        return result.vector, engines
+
+    return run
+
+
+def recordings(engines):
+    return [kind.step for engine in engines for c in engine.trainer._recorded.values() for kind in c._kinds.values()]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[] if name in FEW else pytest.mark.slow) for name in sorted(set(METHODS) - set(ALONE))],
+)
+def test_recorded_steps_give_the_bits_of_steps_from_python(name, trained):
+    spelled = SPELLED.get(name, name)
+    reference, _ = trained(spelled, False)
+    vector, engines = trained(spelled, True)
+    assert torch.equal(vector, reference)
+    assert_close(trained(spelled, True, sums=True)[0], reference)
+    steps = recordings(engines)
+    assert any(step._graph is not None for step in steps)
+    assert [step.reasons for step in steps if step.reasons] == []
+    assert all(engine.trainer.record is not None for engine in engines)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "nesterov": True, "clip_grad_norm": 1.0, "weight_decay": 0.01},
+        {"augment": True},
+        {"local_steps": None, "local_epochs": 2, "sizes": (5, 23, 8, 17, 8)},
+        {"form": "channels_last"},
+    ],
+)
+@pytest.mark.parametrize("name", ["fedavg", "scaffold"])
+def test_budgets_and_forms_give_the_same_bits(name, options, trained):
+    reference, _ = trained(name, False, **options)
+    vector, engines = trained(name, True, **options)
+    assert torch.equal(vector, reference)
+    assert any(step._graph is not None for step in recordings(engines))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"lr_schedule": "cosine"},
+        {"lr_schedule": "cosine", "lr_schedule_per": "step"},
+        {"optimizer": "adam", "lr": 0.01},
+        {"optimizer": "adamw", "lr": 0.01, "weight_decay": 0.1},
+    ],
+)
+def test_numbers_of_a_step_are_tensors_of_the_recorded_one(options, trained):
+    """Python and PyTorch round powers and products of scalars differently."""
+    reference, _ = trained("scaffold", False, **options)
+    vector, engines = trained("scaffold", True, **options)
+    assert_close(vector, reference)
+    assert any(step._graph is not None for step in recordings(engines))
+
+
+def test_what_cannot_be_recorded_is_executed_from_python_with_a_warning(trained, monkeypatch):
+    def refuse(work, restore):
+        raise RuntimeError("out of registers")
+
+    reference, _ = trained("fedavg", False)
+    monkeypatch.setitem(globals(), "RecordedOperators", refuse)
+    with pytest.warns(UserWarning, match="not recorded as a CUDA graph.*out of registers"):
+        vector, _ = trained("fedavg", True)
+    assert torch.equal(vector, reference)
+
+
+class Reading(unskew.ClientRule):
+    """A rule whose steps read the device."""
+
+    name, summary, paper = "reading", "reads", "none"
+
+    def gradient(self, grad_fn, ctx, carry):
+        def own(v, batch):
+            return grad_fn(v, batch) * (1 + int(batch.step))
+
+        return own
+
+
+def test_a_step_that_reads_the_device_is_not_recorded(trained):
+    reference, _ = trained([Reading()], False)
+    with pytest.warns(UserWarning, match="not recorded as a CUDA graph.*_local_scalar_dense reads the device"):
+        vector, engines = trained([Reading()], True)
+    assert torch.equal(vector, reference)
+    assert all(step._graph is None for step in recordings(engines))
+
+
+class FromPython:
+    """Work that is recorded as itself."""
+
+    def __init__(self, work, restore):
+        self.replay = work
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[] if name in FEW else pytest.mark.slow)
+        for name in sorted(set(METHODS) - set(NOT_HERE) - set(COUNTED))
+    ],
+)
+def test_no_step_waits_for_the_device_or_copies_from_the_host(name, monkeypatch):
+    cohort = Cohort(name, True, 6, record=FromPython)
+    with Counts(monkeypatch):
+        cohort.train(0)
+        cohort.train(1)
+    assert cohort.engine.trainer.record is not None
+    assert [step.reasons for step in recordings([cohort.engine]) if step.reasons] == []
