@@ -196,12 +196,15 @@ def main() -> None:
     for name in names:
         label = f"{name} jax {form}"
         try:
-            checked = Prepared.load(folder / f"{name}-check.npz", setting_of(name, quick, True))
-            model, loss = JaxLoop(checked, form).checked()
-            np.savez(folder / f"{name}-jax-{form}.npz", model=model, loss=loss)
             loop = JaxLoop(Prepared.load(folder / f"{name}.npz", setting_of(name, quick, False)), form)
             result: dict[str, Any] = time_rounds(loop.round, seconds)
             add_row(out, "peers", label, card=card, library=f"jax {jax.__version__}", **result, MiB=peak_mib())
+            small = setting_of(name, quick, True)
+            jax.config.update("jax_enable_x64", small.precision == "fp64")
+            checked = Prepared.load(folder / f"{name}-check.npz", small)
+            model, loss = JaxLoop(checked, form).checked()
+            np.savez(folder / f"{name}-jax-{form}.npz", model=model, loss=loss)
+            jax.config.update("jax_enable_x64", False)
         except Exception as error:
             traceback.print_exc()
             add_row(out, "peers", label, card=card, error=f"{type(error).__name__}: {str(error)[:300]}")

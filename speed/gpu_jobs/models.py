@@ -81,10 +81,12 @@ def build(setting: Setting) -> nn.Module:
     """Return the model of a setting with its initial parameters."""
     torch.manual_seed(SEED + 1)
     if setting.model == "cnn":
-        return CnnA()
-    if setting.model == "pfl":
-        return pfl_cnn(setting.shape, setting.dropout)
-    return pfllib_cnn() if setting.model == "pfllib" else resnet18()
+        model: nn.Module = CnnA()
+    elif setting.model == "pfl":
+        model = pfl_cnn(setting.shape, setting.dropout)
+    else:
+        model = pfllib_cnn() if setting.model == "pfllib" else resnet18()
+    return model.double() if setting.precision == "fp64" else model
 
 
 def training_of(setting: Setting) -> Training:

@@ -126,17 +126,19 @@ def run_process(out: Path, section: Section, command: list[str], limit: float) -
         command: Its command.
         limit: Seconds after which all its processes are ended.
     """
-    begin = time.monotonic()
+    begin, rows = time.monotonic(), out / "rows.jsonl"
+    before = rows.stat().st_size
     with (out / "log.txt").open("a") as log:
         log.write(f"== {section.name}\n")
         log.flush()
-        process = subprocess.Popen(command, stdout=None, stderr=log, start_new_session=True)
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             code: int | str = process.wait(limit)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             code = f"ended after {limit:.0f} s"
+    print(rows.read_text()[before:], end="", flush=True)
     seconds = time.monotonic() - begin
     add_row(out, "section", section.name, seconds=seconds, **({} if code == 0 else {"failed": code}))
 
@@ -196,7 +198,8 @@ def run_all(out: Path, seconds: float, quick: bool, only: list[str], names: list
             if left < min(20, section.limit):
                 add_row(out, "section", section.name, failed="no time left")
                 continue
-            run_process(out, section, command_of(out, folder, section, quick), min(section.limit, left))
+            limit = (4 if quick else 1) * section.limit
+            run_process(out, section, command_of(out, folder, section, quick), min(limit, left))
             compare_models(out, folder, compared)
 
 

@@ -98,6 +98,7 @@ def run_unskew(setting: Setting, rounds: int, clock: Callback, **options: Any) -
         "engine": "vectorized", "device": "cuda" if torch.cuda.is_available() else "cpu", "rounds": rounds,
         "eval_every": rounds, "eval_clients": 0, "local_steps": setting.steps, "batch_size": setting.batch,
         "lr": setting.lr, "participation": setting.cohort / setting.clients, "seed": SEED, "client_weighting": "uniform",
+        "precision": setting.precision,
     }  # fmt: skip
     return unskew.run(federation_of(setting), model=build(setting), callbacks=[clock], **{**values, **options})
 
@@ -119,7 +120,7 @@ def check_unskew(setting: Setting) -> tuple[np.ndarray, float]:
 
 
 class HandLoop:
-    """FedAvg tuned by hand: one client after another, all data in float32 on the device, batches drawn before.
+    """FedAvg tuned by hand: one client after another, all data normalized on the device, batches drawn before.
 
     The parameters are views of one vector, so that a client starts and ends with one kernel each.
 
@@ -140,10 +141,10 @@ class HandLoop:
             self.x = self.x.contiguous(memory_format=torch.channels_last)
         self.y = y.to(self.device)
         self.rows = torch.from_numpy(prepared.rows).to(self.device)
-        self.weights = torch.from_numpy(prepared.weights).to(self.device)
+        self.weights = torch.from_numpy(prepared.weights).to(self.x)
         self.model = build(setting).to(self.device).train()
         self.parameters = [*self.model.parameters()]
-        self.v = torch.empty(sum(p.numel() for p in self.parameters), device=self.device)
+        self.v = self.x.new_empty(sum(p.numel() for p in self.parameters))
         place = 0
         for parameter in self.parameters:
             part = self.v[place : place + parameter.numel()]
@@ -155,7 +156,7 @@ class HandLoop:
             view.copy_(parameter.data)
             parameter.data = view
         self.start, self.total = self.v.clone(), torch.zeros_like(self.v)
-        self.loss = torch.zeros((), device=self.device)
+        self.loss = self.x.new_zeros(())
         self.t = 0
 
     def batch_loss(self, rows: Tensor, weights: Tensor) -> Tensor:
@@ -217,7 +218,7 @@ class GraphLoop(HandLoop):
         super().__init__(prepared, channels_last)
         steps = self.setting.cohort * self.setting.steps
         self.table = torch.zeros(steps, self.setting.batch, dtype=torch.int64, device=self.device)
-        self.table_weights = torch.ones(steps, self.setting.batch, device=self.device)
+        self.table_weights = self.x.new_ones(steps, self.setting.batch)
         self.counter = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.graph: torch.cuda.CUDAGraph | None = None
         if self.device.type == "cuda":
