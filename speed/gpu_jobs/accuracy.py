@@ -8,7 +8,6 @@ every 10 rounds (``benchmarks/image_classification/configs/baseline.yaml`` of pf
 from __future__ import annotations
 
 import argparse
-import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import unskew
 from speed.gpu_jobs.models import pfl_cnn
 from speed.gpu_jobs.rows import add_row
 from speed.gpu_jobs.settings import SEED
-from speed.gpu_jobs.torch_loops import device_name, peak_mib, synchronize
+from speed.gpu_jobs.torch_loops import device_name, peak_mib
 from unskew import Callback
 
 TARGET = 0.70
@@ -27,36 +26,21 @@ The images of other sources may be encoded again, so compare with a run of pfl-r
 SHAPES = {"cifar10": (3, 32, 32), "digits": (1, 8, 8)}
 
 
-class AccuracyClock(Callback):
-    """Writes the accuracy and the seconds of training and evaluation so far.
+class AccuracyRows(Callback):
+    """Writes each evaluation with the seconds of the run so far, those before an interruption included.
 
     Args:
         out: Folder of the results.
         label: Name of the run.
-        target: Accuracy whose time is reported.
     """
 
-    def __init__(self, out: Path, label: str, target: float):
-        self.out, self.label, self.target = out, label, target
-        self.began = 0.0
-        self.first_round = 0
-        self.rounds = 0
-        self.reached: float | None = None
-
-    def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        self.began, self.first_round = time.perf_counter(), rounds_done
+    def __init__(self, out: Path, label: str):
+        self.out, self.label = out, label
 
     def round(self, row: dict[str, Any]) -> None:
-        self.rounds = row["round"]
-        if row.get("accuracy") is None:
-            return
-        synchronize()
-        seconds = time.perf_counter() - self.began
-        known = {"loss": row.get("loss"), "train_loss": row.get("train_loss")}
-        add_row(self.out, "accuracy", self.label, round=self.rounds, accuracy=row["accuracy"], seconds=seconds, **known)
-        if self.reached is None and row["accuracy"] >= self.target:
-            self.reached = seconds
-            add_row(self.out, "target", self.label, target=self.target, round=self.rounds, seconds=seconds)
+        if row["accuracy"] is not None:
+            values = {name: row.get(name) for name in ("round", "accuracy", "loss", "train_loss", "seconds")}
+            add_row(self.out, "accuracy", self.label, **values)
 
 
 def main() -> None:
@@ -75,22 +59,24 @@ def main() -> None:
     torch.manual_seed(SEED + 1)
     model = pfl_cnn(SHAPES[args.data], dropout=True)
     label = f"pfl-research's benchmark on {args.data}, {args.precision}"
-    clock = AccuracyClock(args.out, label, args.target)
     clients = 1000 if args.data == "cifar10" else 20
     cohort = 50 if args.data == "cifar10" else 10
     options: dict[str, Any] = {
         "data": args.data, "data_path": args.data_path, "partition": "iid", "clients": clients,
         "participation": cohort / clients, "rounds": args.rounds, "eval_every": args.eval_every, "eval_clients": 0,
+        "checkpoint_every": 50,
         "local_epochs": 1, "batch_size": 10, "lr": 0.1, "client_weighting": "uniform", "seed": SEED, "method": "fedavg",
         "engine": "vectorized", "device": "cuda" if torch.cuda.is_available() else "cpu", "precision": args.precision,
     }  # fmt: skip
-    result = unskew.run(model=model, out=folder, resume=(folder / "config.yaml").is_file(), callbacks=[clock], **options)
-    rounds, seconds = len(result.history) - clock.first_round, time.perf_counter() - clock.began
-    values = {"seconds_to_target": clock.reached, "rounds_per_s": rounds / seconds if rounds else None}
-    accuracy = result.summary["accuracy"]
+    rows, resume = AccuracyRows(args.out, label), (folder / "config.yaml").is_file()
+    result = unskew.run(model=model, out=folder, resume=resume, callbacks=[rows], **options)
+    reached = next((row for row in result.history if (row["accuracy"] or 0) >= args.target), None)
+    to_target = {} if reached is None else {"rounds_to_target": reached["round"], "s_to_target": reached["seconds"]}
+    rounds, seconds = len(result.history), result.history[-1]["seconds"]
+    speed = (rounds - 1) / (seconds - result.history[0]["seconds"]) if rounds > 1 else None
     add_row(
-        args.out, "final", label, card=device_name(), rounds=len(result.history), rounds_here=rounds, accuracy=accuracy,
-        seconds=seconds, MiB=peak_mib(), **values,
+        args.out, "final", label, card=device_name(), rounds=rounds, accuracy=result.summary["accuracy"],
+        target=args.target, **to_target, seconds=seconds, rounds_per_s=speed, MiB=peak_mib(),
     )  # fmt: skip
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -58,9 +60,7 @@ class BasicBlock(nn.Module):
         self.norm2 = nn.GroupNorm(32, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs)
-            )
+            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.relu(self.norm1(self.conv1(x)))
@@ -72,7 +72,7 @@ WIDTHS = (64, 64, 64, 128, 128, 256, 256, 512, 512)
 
 def resnet18() -> nn.Module:
     """Return ResNet-18 with group norm for images of 32 x 32 pixels."""
-    blocks = [BasicBlock(inputs, outputs) for inputs, outputs in zip(WIDTHS, WIDTHS[1:], strict=False)]
+    blocks = [BasicBlock(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)]
     stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 

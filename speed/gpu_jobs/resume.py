@@ -32,7 +32,8 @@ SEEDS = "0..4"
 STACKED = ("--stack-seeds",)
 """Options of ``unskew compare`` that train the seeds of a method as one group; without them, one run follows the other."""
 NOT_COMPARED = ("seconds", "seconds_", "setup_seconds", "train_seconds", "time")
-LIMIT = 120
+LIMIT = 150
+"""Seconds after which a process is ended."""
 
 
 class Killer(Callback):
@@ -64,7 +65,7 @@ def run_part(folder: Path, method: str, rounds: int, kill_after: int, quick: boo
     resume = (folder / "config.yaml").is_file()
     callback = Killer(kill_after) if kill_after else Callback()
     result = run_unskew(
-        setting, rounds, callback, method=method, out=folder, resume=resume, eval_every=2, eval_clients=None
+        setting, rounds, callback, method=method, out=folder, resume=resume, eval_every=2, checkpoint_every=1
     )
     history = [
         {name: value for name, value in row.items() if not name.startswith(NOT_COMPARED)} for row in result.history
@@ -86,7 +87,14 @@ def check_resume(out: Path, method: str, quick: bool) -> None:
     with tempfile.TemporaryDirectory() as folder:
 
         def part(name: str, kill_after: int) -> subprocess.CompletedProcess:
-            values = ["--part", f"{folder}/{name}", method, str(rounds), str(kill_after), *(["--quick"] if quick else [])]
+            values = [
+                "--part",
+                f"{folder}/{name}",
+                method,
+                str(rounds),
+                str(kill_after),
+                *(["--quick"] if quick else []),
+            ]
             command = [sys.executable, "-m", "speed.gpu_jobs.resume", str(out), *values]
             return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
@@ -107,29 +115,42 @@ def final_metrics(folder: Path) -> dict[str, float]:
     return {str(file.parent.relative_to(folder)): json.loads(file.read_text()).get("accuracy") for file in summaries}
 
 
-def compare_seeds(out: Path, quick: bool) -> None:
+def comparison_options(quick: bool, data_path: str | None) -> list[str]:
+    """Return the options of ``unskew compare``: setting B on CIFAR-10, or a small model on digits.
+
+    Args:
+        quick: Whether to do next to no work.
+        data_path: Folder with the files of CIFAR-10; None for digits.
+    """
+    data = ["--data", "digits", "--model", "mlp", "--clients", "20", "--participation", "0.5", "--partition", "iid"]
+    if data_path is not None:
+        data = ["--data", "cifar10", "--data-path", data_path, "--model", "cnn", "--partition", "iid"]
+        data += ["--clients", "1000", "--participation", "0.05"]
+    rounds = "2" if quick else "100"
+    return [
+        *data, "--local-steps", "5", "--batch-size", "10", "--lr", "0.05", "--rounds", rounds, "--eval-every", rounds,
+        "--engine", "vectorized", "--device", "cuda" if torch.cuda.is_available() else "cpu", "--no-references",
+        "--set", "eval_clients=0",
+    ]  # fmt: skip
+
+
+def compare_seeds(out: Path, quick: bool, data_path: str | None) -> None:
     """Time ``unskew compare`` over several seeds with and without stacking.
 
     Args:
         out: Folder of the results.
         quick: Whether to do next to no work.
+        data_path: Folder with the files of CIFAR-10; None for digits.
     """
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    options = [
-        "--data", "digits", "--model", "mlp", "--partition", "dirichlet:0.3", "--clients", "50", "--participation", "0.2",
-        "--local-steps", "8", "--batch-size", "16", "--rounds", "3" if quick else "100", "--eval-every", "50",
-        "--engine", "vectorized", "--device", device, "--no-references",
-    ]  # fmt: skip
     seconds: dict[str, float] = {}
     metrics: dict[str, dict[str, float]] = {}
     folder = Path(tempfile.mkdtemp())
     for name, stacked in (("one after another", ()), ("stacked", STACKED)):
         place = folder / name.replace(" ", "-")
-        command = [sys.executable, "-m", "unskew", "compare", "fedavg", "scaffold", "--seeds", SEEDS, *options]
+        command = [sys.executable, "-m", "unskew", "compare", "fedavg", "--seeds", SEEDS]
+        command += comparison_options(quick, data_path)
         begin = time.monotonic()
-        done = subprocess.run(
-            [*command, *stacked, "--out", str(place)], capture_output=True, text=True, timeout=LIMIT
-        )
+        done = subprocess.run([*command, *stacked, "--out", str(place)], capture_output=True, text=True, timeout=LIMIT)
         seconds[name] = time.monotonic() - begin
         if done.returncode:
             add_row(out, "seeds", name, seconds=seconds[name], error=(done.stderr or done.stdout)[-300:])
@@ -140,7 +161,14 @@ def compare_seeds(out: Path, quick: bool) -> None:
         plain, stacked_metrics = metrics["one after another"], metrics["stacked"]
         differences = [abs(plain[run] - stacked_metrics[run]) for run in plain.keys() & stacked_metrics.keys()]
         ratio = seconds["one after another"] / seconds["stacked"]
-        add_row(out, "seeds", "speedup", ratio=ratio, runs=len(differences), largest_difference=max(differences, default=None))
+        add_row(
+            out,
+            "seeds",
+            "speedup",
+            ratio=ratio,
+            runs=len(differences),
+            largest_difference=max(differences, default=None),
+        )
     shutil.rmtree(folder)
 
 
@@ -148,6 +176,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("out", type=Path, help="folder of the results")
     parser.add_argument("--quick", action="store_true", help="next to no work, as a test of this script")
+    parser.add_argument("--data-path", help="folder with the files of CIFAR-10 for the seeds; digits if omitted")
     parser.add_argument("--only", choices=("resume", "seeds"), help="one of the two parts")
     parser.add_argument("--part", nargs=4, help="run folder, method, rounds and round of the kill; used by this script")
     args = parser.parse_args()
@@ -156,11 +185,13 @@ def main() -> None:
         folder, method, rounds, kill_after = args.part
         run_part(Path(folder), method, int(rounds), int(kill_after), args.quick)
         return
-    jobs = [(f"resume {method}", lambda method=method: check_resume(args.out, method, args.quick)) for method in METHODS]
+    jobs = [
+        (f"resume {method}", lambda method=method: check_resume(args.out, method, args.quick)) for method in METHODS
+    ]
     if args.only == "seeds":
         jobs = []
     if args.only != "resume":
-        jobs.append(("seeds", lambda: compare_seeds(args.out, args.quick)))
+        jobs.append(("seeds", lambda: compare_seeds(args.out, args.quick, args.data_path)))
     for name, job in jobs:
         try:
             job()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -106,10 +107,8 @@ def run_unskew(setting: Setting, rounds: int, clock: Callback, **options: Any) -
 def time_unskew(setting: Setting, seconds: float) -> dict[str, Any]:
     """Return the speed of whole rounds of a run."""
     clock = RoundClock(seconds)
-    try:
+    with suppress(EnoughRoundsError):
         run_unskew(setting, 10**6, clock)
-    except EnoughRoundsError:
-        pass
     return clock.row()
 
 
