@@ -29,7 +29,7 @@ CHANGE_TOLERANCE = 1e-2
 """Largest difference of two models, relative to how far unskew's has moved; a ReLU that flips costs about 1e-4."""
 MEASURED_SECONDS = 2.0
 """Seconds of rounds per measurement."""
-PFL_ROUNDS = 16
+PFL_ROUNDS = 10
 
 
 @dataclass(frozen=True)
@@ -56,13 +56,15 @@ SECTIONS = (
     Section("hand", ("A", "B", "pfl"), 60),
     Section("jax-vmap", ("A", "B", "pfl"), 80),
     Section("jax-map", ("A", "B", "pfl"), 80),
-    *(Section(f"pfl-{count}", (name,), 45) for name in ("pfl", "B", "A") for count in (1, 5)),
-    *(Section(loop, ("pfllib",), 60) for loop in ("unskew", "graph", "jax-vmap", "jax-map", "hand", "pfl-5")),
+    *(Section(f"pfl-{count}", (name,), 45) for count in (5, 1) for name in ("pfl", "B", "A")),
+    Section("unskew", ("pfllib",), 40),
     Section("unskew", ("flsim",), 80),
+    Section("graph", ("pfllib",), 40),
     Section("graph", ("flsim",), 60),
-    Section("jax-map", ("flsim",), 90),
-    Section("hand", ("flsim",), 60),
-    Section("jax-vmap", ("flsim",), 90),
+    Section("jax-map", ("pfllib", "flsim"), 120),
+    Section("hand", ("pfllib", "flsim"), 90),
+    Section("jax-vmap", ("pfllib", "flsim"), 120),
+    Section("pfl-5", ("pfllib",), 45),
 )
 """Sections, most decisive first."""
 
