@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,8 +99,11 @@ def check_resume(out: Path, method: str, quick: bool) -> None:
             command = [sys.executable, "-m", "speed.gpu_jobs.resume", str(out), *values]
             return subprocess.run(command, capture_output=True, text=True, timeout=LIMIT)
 
-        whole, killed = part("whole", 0), part("parts", rounds // 2)
-        resumed = part("parts", 0)
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(part, "whole", 0)
+            killed = part("parts", rounds // 2)
+            resumed = part("parts", 0)
+            whole = running.result()
     row: dict[str, Any] = {"seconds": time.monotonic() - begin, "killed": killed.returncode == -signal.SIGKILL}
     try:
         ours, theirs = (json.loads(done.stdout.splitlines()[-1]) for done in (whole, resumed))
@@ -185,17 +189,18 @@ def main() -> None:
         folder, method, rounds, kill_after = args.part
         run_part(Path(folder), method, int(rounds), int(kill_after), args.quick)
         return
-    jobs = [
-        (f"resume {method}", lambda method=method: check_resume(args.out, method, args.quick)) for method in METHODS
-    ]
-    if args.only == "seeds":
-        jobs = []
+    results: dict[str, Future[None]] = {}
+    with ThreadPoolExecutor(
+        1 if args.quick else len(METHODS)
+    ) as pool:  # nothing is timed, so all use the device at once
+        for method in () if args.only == "seeds" else METHODS:
+            results[method] = pool.submit(check_resume, args.out, method, args.quick)
     if args.only != "resume":
-        jobs.append(("seeds", lambda: compare_seeds(args.out, args.quick, args.data_path)))
-    for name, job in jobs:
-        try:
-            job()
-        except Exception as error:
+        with ThreadPoolExecutor(1) as pool:
+            results["seeds"] = pool.submit(compare_seeds, args.out, args.quick, args.data_path)
+    for name, result in results.items():
+        error = result.exception()
+        if error is not None:
             add_row(args.out, "failed", name, error=f"{type(error).__name__}: {str(error)[:300]}")
 
 
