@@ -34,9 +34,10 @@ def conv(x: Array, kernel: Array, stride: int = 1, pad: int = 0) -> Array:
     return jax.lax.conv_general_dilated(x, kernel, (stride, stride), [(pad, pad), (pad, pad)])
 
 
-def max_pool(x: Array) -> Array:
-    """Return the largest values of 2 x 2 pixels."""
-    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, 2, 2), (1, 1, 2, 2), "VALID")
+def max_pool(x: Array, size: int = 2, pad: int = 0) -> Array:
+    """Return the largest values of windows of ``size`` x ``size`` pixels, with stride 2."""
+    padding = ((0, 0), (0, 0), (pad, pad), (pad, pad))
+    return jax.lax.reduce_window(x, -jnp.inf, jax.lax.max, (1, 1, size, size), (1, 1, 2, 2), padding)
 
 
 def biased_conv(x: Array, kernel: Array, bias: Array) -> Array:
@@ -82,7 +83,7 @@ def pfllib(w: list, x: Array, key: Array | None) -> Array:
     return jax.nn.relu(x @ w[4].T + w[5]) @ w[6].T + w[7]
 
 
-def group_norm(x: Array, scale: Array, shift: Array, groups: int = 32) -> Array:
+def group_norm(x: Array, scale: Array, shift: Array, groups: int = 2) -> Array:
     """Return group norm of ``x``, ``[n, C, H, W]``."""
     grouped = x.reshape(len(x), groups, -1)
     centered = grouped - grouped.mean(-1, keepdims=True)
@@ -91,14 +92,14 @@ def group_norm(x: Array, scale: Array, shift: Array, groups: int = 32) -> Array:
 
 
 def resnet18(w: list, x: Array, key: Array | None) -> Array:
-    """Return the logits of ResNet-18 with group norm; arguments as in ``cnn``."""
+    """Return the logits of FL-Simulator's ResNet-18; arguments as in ``cnn``."""
     parts = iter(w)
 
     def normalized(x: Array, stride: int = 1) -> Array:
         kernel = next(parts)
         return group_norm(conv(x, kernel, stride, kernel.shape[-1] // 2), next(parts), next(parts))
 
-    x = jax.nn.relu(normalized(x))
+    x = max_pool(jax.nn.relu(normalized(x, 2)), 3, 1)
     for wider in (False, False, True, False, True, False, True, False):
         stride = 2 if wider else 1
         inner = normalized(jax.nn.relu(normalized(x, stride)))

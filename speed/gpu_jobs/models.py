@@ -44,7 +44,7 @@ def pfllib_cnn() -> nn.Module:
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions with group norm of 32 groups; a block with another width has a 1x1 convolution as shortcut.
+    """Two 3x3 convolutions with group norm of two groups; a block with another width has a 1x1 convolution as shortcut.
 
     Args:
         inputs: Input channels.
@@ -55,12 +55,13 @@ class BasicBlock(nn.Module):
         super().__init__()
         stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(32, outputs)
+        self.norm1 = nn.GroupNorm(2, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(32, outputs)
+        self.norm2 = nn.GroupNorm(2, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs:
-            self.shortcut = nn.Sequential(nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.GroupNorm(32, outputs))
+            projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
+            self.shortcut = nn.Sequential(projection, nn.GroupNorm(2, outputs))
 
     def forward(self, x: Tensor) -> Tensor:
         inner = F.relu(self.norm1(self.conv1(x)))
@@ -71,9 +72,9 @@ WIDTHS = (64, 64, 64, 128, 128, 256, 256, 512, 512)
 
 
 def resnet18() -> nn.Module:
-    """Return ResNet-18 with group norm for images of 32 x 32 pixels."""
+    """Return FL-Simulator's ResNet-18: the stem for ImageNet, and group norm of two groups instead of batch norm."""
+    stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(2, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
     blocks = [BasicBlock(inputs, outputs) for inputs, outputs in pairwise(WIDTHS)]
-    stem = [nn.Conv2d(3, 64, 3, 1, 1, bias=False), nn.GroupNorm(32, 64), nn.ReLU()]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10))
 
 

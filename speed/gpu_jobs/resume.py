@@ -30,8 +30,10 @@ from unskew import Callback
 
 METHODS = ("fedavg", "scaffold", "fedprox+fedadam", "moon")
 SEEDS = "0..4"
-STACKED = ("--stack-seeds",)
-"""Options of ``unskew compare`` that train the seeds of a method as one group; without them, one run follows the other."""
+STACKED = ("--parallel", "stacked")
+"""Options of ``unskew compare`` that train the seeds of a method as one group."""
+UNSTACKED = ("--parallel", "1")
+"""Options with which one run follows the other."""
 NOT_COMPARED = ("seconds", "seconds_", "setup_seconds", "train_seconds", "time")
 LIMIT = 150
 """Seconds after which a process is ended."""
@@ -149,7 +151,7 @@ def compare_seeds(out: Path, quick: bool, data_path: str | None) -> None:
     seconds: dict[str, float] = {}
     metrics: dict[str, dict[str, float]] = {}
     folder = Path(tempfile.mkdtemp())
-    for name, stacked in (("one after another", ()), ("stacked", STACKED)):
+    for name, stacked in (("one after another", UNSTACKED), ("stacked", STACKED)):
         place = folder / name.replace(" ", "-")
         command = [sys.executable, "-m", "unskew", "compare", "fedavg", "--seeds", SEEDS]
         command += comparison_options(quick, data_path)

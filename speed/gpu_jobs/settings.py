@@ -60,7 +60,7 @@ class Setting:
     def checked(self) -> Setting:
         """Return a small setting without dropout, whose models are equal up to rounding; its last batches are smaller.
 
-        ResNet-18 is compared in float64: it amplifies rounding so much that after four steps in float32, the model is 6 %
+        ResNet-18 is compared in float64: it amplifies rounding so much that after four steps in float32, its model was 6 %
         of its movement away from that in float64.
         """
         precision = "fp64" if self.model == "resnet18" else "fp32"
