@@ -108,6 +108,18 @@ def test_a_site_that_drops_out_is_survived(kind, tmp_path):
     close(result.vector, expected.vector)
 
 
+def test_a_sum_of_half_of_the_planned_cohort_is_not_opened_and_is_no_fault_of_its_sites(tmp_path):
+    """Four of six sites are there, and one drops out: sites open sums of more than half of six, so three are too few."""
+    values, told = {**FOUR, "clients": 6}, Told()
+    place = LoopPlace(tmp_path, {**TINY, **values})
+    place.link.away, place.link.spoil = {4, 5}, lost("mask", {2})
+    patience = with_patience(round_timeout=0.05, on_timeout="continue")
+    result, _ = deployed(tmp_path, place, replace(patience, quorum=4), told, **values)
+    assert result.history[0]["updates"] == 0
+    assert not [text for text in told.warnings if "fault" in text]
+    assert "Round 1: fewer than 4 of 6 sites remain, so the sum cannot be opened" in " ".join(told.warnings)
+
+
 @pytest.mark.slow
 def test_a_site_that_is_restarted_has_dropped_out_and_sums_with_too_few_sites_stay_masked(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, **FOUR})

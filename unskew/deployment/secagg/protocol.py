@@ -32,10 +32,10 @@ PHASES = ("share", "mask", "agree", "unmask")
 
 
 def min_sites(cohort: int, noise: SiteDP | None) -> int:
-    """Return the minimum number of sites of a masked sum: more than half of the round's sites, and at least ``dp:honest``.
+    """Return the minimum number of sites of a masked sum: more than half of a cohort, and at least ``dp:honest``.
 
     Args:
-        cohort: Number of sites in the round.
+        cohort: Number of sites that the experiment plans for a round; fewer may be present.
         noise: Rule that adds noise at the sites, or None.
     """
     return max(LEAST, cohort // 2 + 1, 0 if noise is None else noise.honest or 0)

@@ -92,7 +92,8 @@ class MaskedEngine(FlowerEngine):
             )
         text, barred = "", set[int]()
         round, patience = str(broadcasts[0].round + 1), self.sites.round_policy
-        least = max(patience.min_updates, min_sites(len(broadcasts), self.wire_context.site_noise))
+        planned = self.server.setup.federation_info.plan.cohort  # sites count with it, too: fewer may be present
+        least = max(patience.min_updates, min_sites(planned, self.wire_context.site_noise))
         tries = 0
         while tries < TRIES:
             left = {}
@@ -102,7 +103,7 @@ class MaskedEngine(FlowerEngine):
                     left[sent.client] = encode_broadcast(current, self.wire_context, "train", self._budget(sent.client))
             summation = MaskedSum(self.sites, broadcasts[0].round, least, self.roster)
             try:
-                if len({*left} - {*self.sites.excluded}) < LEAST:
+                if len({*left} - {*self.sites.excluded}) < least:
                     raise UnmaskingError
                 return summation.of(left, self._reply_reader(broadcasts, summation.session))
             except WrongSharesError as error:  # not counted as an attempt, because fewer sites remain each time
@@ -115,7 +116,7 @@ class MaskedEngine(FlowerEngine):
                     "sites are missing. No other sum is opened, because the difference could reveal a single update"
                 )
             except UnmaskingError:
-                text = f"Round {round}: fewer than {summation.min_sites} of {len(broadcasts)} sites remain, "
+                text = f"Round {round}: fewer than {summation.min_sites} of {planned} sites remain, "
                 text += "so the sum cannot be opened"
             tries += 1
             if patience.on_timeout == "continue":
