@@ -285,7 +285,7 @@ def test_an_outcome_of_a_row_whose_data_are_gone_is_shown(tmp_path):
     def federation_of_rest(config):
         if config.server_data is not None:
             raise DataError("It is gone.")
-        return sweep.FederationCache().of(config)
+        return federation_of(config.data_spec, config.seed)
 
     assert [c.row for c, _ in moved.carry_out([0])] == ["Shapes", "FedAvg"]
 
