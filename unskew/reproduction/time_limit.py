@@ -145,6 +145,5 @@ class TableProgress:
         text += f" Not started: {self.not_started}." if self.not_started else ""
         if self.is_complete:
             return text
-        return text + (
-            f" About {duration(self.seconds)} left." if self.seconds else " No run is known to estimate the rest."
-        )
+        rest = " How long they take is not known yet." if self.seconds is None else f" About {duration(self.seconds)} left."
+        return text + rest

@@ -1,0 +1,1 @@
+"""Jobs for a machine with a CUDA device; README.md has their list and results."""
