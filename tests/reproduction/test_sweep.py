@@ -3,9 +3,11 @@
 import hashlib
 import itertools
 import json
+import re
 import shutil
 
 import pytest
+from support.running import call
 
 from unskew.reproduction.outcomes import stored_outcomes
 from unskew.reproduction.preset import Preset, load_preset
@@ -18,7 +20,7 @@ COLUMNS = ("A", "B")
 
 def small_preset(rows, **changes):
     settings = {
-        "data": "digits", "clients": 4, "rounds": 4, "local_steps": 1, "model": "logistic", "engine": "inline",
+        "data": "digits", "clients": 5, "rounds": 4, "local_steps": 1, "model": "logistic", "engine": "inline",
     }  # fmt: skip
     return Preset(
         name="fedcog/small", title="", where="", reference="", rows=rows, settings={**settings, **changes},
@@ -89,7 +91,7 @@ def test_a_table_that_is_interrupted_again_and_again_equals_one_that_is_not(tmp_
     assert len(partial_runs) > 2
     assert content(tmp_path / "parts") == content(tmp_path / "whole")
     lines = [
-        line for path in (tmp_path / "parts").rglob("*.jsonl") if path.parent.name == "fedcog" for line in open(path)
+        line for path in (tmp_path / "parts" / "results").rglob("*.jsonl") for line in path.read_text().splitlines()
     ]
     assert len(lines) == len(content(tmp_path / "whole")[0]), "every outcome is stored once"
 
@@ -98,9 +100,8 @@ def test_the_rounds_of_a_run_in_progress_are_those_of_its_checkpoint(tmp_path):
     """The run of this row and its common rounds, which count, too."""
     ticks = itertools.count()
     limit = TimeLimit(6 / 60, lambda: float(next(ticks)))
-    sweep = Sweep(
-        small_preset(ROWS, rounds=40), "paper", tmp_path / "runs", tmp_path, {}, ["FedCOG"], ["A"], limit=limit
-    )
+    folders = tmp_path / "runs", tmp_path / "results"
+    sweep = Sweep(small_preset(ROWS, rounds=40), "paper", *folders, {}, ["FedCOG"], ["A"], limit=limit)
     assert sweep.carry_out([0]) == []
     state = sweep.progress()
     ((title, (done, rounds)),) = state.in_progress.items()
@@ -108,9 +109,7 @@ def test_the_rounds_of_a_run_in_progress_are_those_of_its_checkpoint(tmp_path):
     assert (title, done, rounds) == ("FedCOG, A, seed 0", max(saved), 40)
     assert 2 < done < 40
     assert state.seconds > 0
-    assert not list(tmp_path.glob("*/*.jsonl")) or all(
-        stored.outcome["run"]["rounds"] == 2 for stored in stored_outcomes(tmp_path).values()
-    )
+    assert {stored.outcome["run"]["rounds"] for stored in stored_outcomes(tmp_path / "results").values()} <= {2}
 
 
 def test_an_outcome_names_the_card_of_its_run(tmp_path):
@@ -142,3 +141,25 @@ def test_the_rows_of_a_partial_table_have_the_order_of_the_preset(tmp_path):
     sweep(["FedAvg"]).carry_out([1])
     found = [(cell.row, cell.config.seed) for cell, _ in sweep(["FedAvg", "FedProx"]).found([0, 1])]
     assert found == [("FedAvg", 1), ("FedProx", 0)]
+
+
+def test_reproduce_ends_in_time_and_names_the_command_that_continues(capsys, tmp_path, monkeypatch):
+    ticks = itertools.count()
+    monkeypatch.setattr(TimeLimit, "clock", staticmethod(lambda: float(next(ticks))))
+    monkeypatch.chdir(tmp_path)
+    words = ["reproduce", "fedals/table-1", "--row", "FedALS", "--column", "sorted", "--engine", "inline"]
+    words += ["--minutes", str(8 / 60)]
+    monkeypatch.setattr("unskew.cli.reproduce.report_after_runs", lambda *args: None)
+    shown = call(capsys, *words)
+    assert shown.code == 0
+    assert "Finished: 0 of 1 runs. In progress: FedALS, sorted, seed 0 (" in shown.out
+    assert f"To continue, run: unskew {' '.join(words)}" in shown.out
+    assert re.search(r"FedALS +│ not run │ 52.24", shown.out), "what is not finished is not shown as if it were"
+    for _ in range(20):
+        last = call(capsys, *words, "--json")
+        state = last.json()["progress"]
+        assert last.code == 0
+        assert bool(last.json()["entries"]) == (state["finished"] == 1)
+        if state["finished"]:
+            break
+    assert (state["in_progress"], state["not_started"]) == ({}, 0)
