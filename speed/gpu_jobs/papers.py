@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 RESULTS = Path("results/runs")
-LEAST = 20.0
-"""Seconds that must remain to begin another command."""
+START = 20.0
+"""Seconds that a command takes to start and to write its report; with fewer than twice as many left, none is started."""
 PATIENCE = 60.0
 """Seconds that an interrupted command has to finish its round and save it."""
 COG = ("reproduce", "fedcog/table-1")
@@ -114,12 +114,12 @@ def main() -> None:
     before = {path: path.read_bytes() for path in RESULTS.rglob("*.jsonl")}
     for job in (job for number in options.jobs for job in JOBS[number]):
         left = end - time.monotonic()
-        if left < LEAST:
+        if left < 2 * START:
             break
         data = (
             ["--data-path", options.data_path] if options.data_path and "speed/gpu_jobs/pfllib.yaml" not in job else []
         )
-        words = command_of(job, options.state, options.scale, options.device, left / 60)
+        words = command_of(job, options.state, options.scale, options.device, (left - START) / 60)
         printed = run([*words, *data], left + PATIENCE * (job[0] == "reproduce"))
         with suppress(ValueError):
             printed = json.dumps(json.loads(printed)["progress"], ensure_ascii=False)
