@@ -93,7 +93,9 @@ def run(words: Sequence[str], seconds: float) -> str:
 
 
 def drop_finished(state: Path) -> None:
-    """Remove the folders of a table's finished runs; common rounds are kept, from which other runs start."""
+    """Remove reports and the folders of a table's finished runs; common rounds are kept, from which other runs start."""
+    for report in state.glob("*/*.html"):
+        report.unlink()
     for summary in (state / "reproduce").glob("*/summary.json"):
         if "base_run: true" not in (summary.parent / "config.yaml").read_text():
             shutil.rmtree(summary.parent)

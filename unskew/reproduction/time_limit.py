@@ -145,5 +145,9 @@ class TableProgress:
         text += f" Not started: {self.not_started}." if self.not_started else ""
         if self.is_complete:
             return text
-        rest = " How long they take is not known yet." if self.seconds is None else f" About {duration(self.seconds)} left."
+        rest = (
+            " How long they take is not known yet."
+            if self.seconds is None
+            else f" About {duration(self.seconds)} left."
+        )
         return text + rest
