@@ -32,6 +32,18 @@ def test_a_run_starts_if_it_ends_in_time(elapsed, seconds, starts):
     assert (limit.remaining, limit.admits(seconds)) == (60 - elapsed, starts)
 
 
+def test_a_run_that_never_ends_within_a_call_is_started():
+    """Of a minute, loading data takes 20 s, so that a run of 50 s would otherwise wait forever."""
+    clock = Clock()
+    limit = TimeLimit(1, clock)
+    clock.now += 20
+    assert not limit.admits(50)
+    limit.begin()
+    assert limit.admits(50)
+    clock.now += 30
+    assert (limit.admits(50), limit.admits(40), limit.admits(10)) == (True, False, True)
+
+
 @pytest.mark.parametrize("minutes", [0, -1, math.nan, math.inf])
 def test_a_time_limit_rejects_what_is_no_time(minutes):
     with pytest.raises(ConfigError, match="is not valid; use a number above 0"):

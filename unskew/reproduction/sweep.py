@@ -120,6 +120,8 @@ class Sweep:
         at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
         self._at_once = max(1, int(at_once))
         storage = self.runs, self.results, self.preset.name
+        if self.limit is not None:
+            self.limit.begin()
         finished = run_jobs(works, at_once, storage) if run_in_pool(at_once) else run_jobs_here(works, storage)
         try:
             for _ in finished:

@@ -35,6 +35,11 @@ class TimeLimit:
     def __post_init__(self) -> None:
         check_budget(self.minutes)
         self._end = self.clock() + 60 * self.minutes
+        self.begin()
+
+    def begin(self) -> None:
+        """Note the time that is left for runs, after the data were loaded."""
+        self._whole = self.remaining
 
     @property
     def remaining(self) -> float:
@@ -42,13 +47,13 @@ class TimeLimit:
         return self._end - self.clock()
 
     def admits(self, seconds: float | None) -> bool:
-        """Return whether a new run may start: if it ends in time, or needs more than one call anyway.
+        """Return whether a new run may start: if it ends in time, or is longer than the whole time for runs.
 
         Args:
             seconds: Expected duration of the run; None if it is unknown.
         """
         left = self.remaining
-        return left > 0 and (seconds is None or seconds <= left or seconds > 60 * self.minutes)
+        return left > 0 and (seconds is None or seconds <= left or seconds > self._whole)
 
 
 class StopInTime(Callback):
