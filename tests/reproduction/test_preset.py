@@ -285,7 +285,7 @@ def test_an_outcome_of_a_row_whose_data_are_gone_is_shown(tmp_path):
     def federation_of_rest(config):
         if config.server_data is not None:
             raise DataError("It is gone.")
-        return sweep.FederationCache().of(config)
+        return federation_of(config.data_spec, config.seed)
 
     assert [c.row for c, _ in moved.carry_out([0])] == ["Shapes", "FedAvg"]
 
@@ -589,6 +589,8 @@ def test_rows_are_paired_with_the_row_without_images():
         (["fedcog/table-1", "--seeds", "a,b"], "is not a list of seeds"),
         (["fedcog/table-1", "--seeds", "1,1"], "is not a list of seeds"),
         (["fedcog/table-1", "--data-path", "nowhere"], "no file or folder"),
+        (["fedcog/table-1", "--minutes", "0"], "use a number above 0"),
+        (["fedssyn/quadratic", "--minutes", "1"], "--minutes"),
     ],
 )
 def test_reproduce_rejects_invalid_arguments(capsys, tmp_path, monkeypatch, args, words):

@@ -19,7 +19,7 @@ from unskew.data.federation import ArrayClients
 from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs
+from unskew.runs.parallel import SMALL, num_parallel_runs, num_runs_per_card, read_parallel, run_jobs, run_jobs_here
 from unskew.runs.process_pool import Job
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -80,6 +80,39 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
     assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
     with pytest.raises(ConfigError, match="each run is one task"):
         at_once("2@auto", engine="ray")
+
+
+class CardMemory:
+    """Memory of a card with a number of free bytes."""
+
+    def __init__(self, free):
+        self.bytes = free
+
+    def free(self):
+        return self.bytes
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("free", "runs"), [(0, 1), (4 * GIB - 1, 1), (12 * GIB, 3), (79 * GIB, 16), (500 * GIB, 16)])
+def test_a_card_takes_one_small_run_per_core_and_four_gibibytes(monkeypatch, free, runs):
+    monkeypatch.setattr("unskew.engines.cpu._share", 16)
+    assert num_runs_per_card(CardMemory(free)) == runs
+
+
+def test_auto_shares_a_card_only_among_small_models(monkeypatch):
+    monkeypatch.setattr("unskew.engines.cpu._share", 16)
+    monkeypatch.setattr("unskew.runs.parallel.pick_device", torch.device)
+    monkeypatch.setattr("unskew.runs.parallel.DeviceMemory", lambda device: CardMemory(20 * GIB))
+
+    def at_once(*devices, size=SMALL, **options):
+        return num_parallel_runs("auto", [experiment({"device": name, **options}) for name in devices], size)
+
+    card = ["cuda"] * 8
+    assert [at_once(*card), at_once(*card, engine="vectorized"), at_once("cuda", "cuda")] == [5, 5, 2]
+    assert [at_once(*card, size=SMALL + 1), at_once(*card, workers=2), at_once("cuda:0", "cuda:1")] == [1, 1, 1]
+    assert at_once("cpu", "cpu", engine="vectorized") == 1
 
 
 def echo(given, number, callbacks):
@@ -204,3 +237,18 @@ def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path):
     rest[rest.index("4000")] = "4"
     done = subprocess.run(rest, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert "cannot be shortened to 4" in done.stderr
+
+
+def finish_job(given, name, callbacks):
+    given.append(name)
+
+
+def test_jobs_that_are_not_ready_are_passed_over_with_those_after_them():
+    done = []
+    works = [
+        Job("late", finish_job, ("late",), ready=lambda: False),
+        Job("after late", finish_job, ("after late",), after=("late",)),
+        Job("first", finish_job, ("first",)),
+        Job("then", finish_job, ("then",), after=("first",), ready=lambda: "first" in done),
+    ]
+    assert [name for name, _ in run_jobs_here(works, done)] == done == ["first", "then"]

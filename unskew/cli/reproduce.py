@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -44,6 +45,7 @@ def reproduce(
     runs: Path = Path("runs/reproduce"),
     results: Path = Path("results/runs"),
     parallel: Parallel = "1",
+    minutes: float | None = None,
     show: bool = False,
     plot: Path | None = None,
     as_json: AsJson = False,
@@ -59,6 +61,7 @@ def reproduce(
         columns: Run only this column. Repeatable.
         runs: Folder for run folders.
         results: Folder of the outcomes.
+        minutes: Stop after this time; the same command continues.
         show: Show the table of existing outcomes without running anything.
         plot: Write a plot of the table to this image file.
     """
@@ -71,10 +74,12 @@ def reproduce(
     from unskew.reproduction.settings import settings_note
     from unskew.reproduction.study import load_study, study_names
     from unskew.reproduction.sweep import Sweep
+    from unskew.reproduction.time_limit import TimeLimit
     from unskew.runs.parallel import read_parallel
     from unskew.simulation.checkpoint import checkpoint_errors
 
     console, at_once = console_for(as_json), read_parallel(parallel)
+    limit, state = None if minutes is None else TimeLimit(minutes), None
     if listing or preset is None:
         presets = [load_preset(name) for name in preset_names()] + [load_study(name) for name in study_names()]
         if as_json:
@@ -86,8 +91,10 @@ def reproduce(
         console.print(table_of(("preset", "title", "where"), [(p.name, p.title, p.where) for p in presets], title))
         return
     if preset in study_names():
-        if columns or any(option is not None for option in (engine, device, server_data_path)):
-            raise ConfigError(f"{preset} supports --row, but not --column, --engine, --device and --server-data-path.")
+        if columns or any(option is not None for option in (engine, device, server_data_path, minutes)):
+            raise ConfigError(
+                f"{preset} supports --row, but not --column, --engine, --device, --server-data-path and --minutes."
+            )
         which = parse_seed_list(seeds) if seeds else None
         _study(preset, scale, which, rows, data_path, results, show, plot, as_json, at_once)
         return
@@ -108,7 +115,7 @@ def reproduce(
             return [ProgressLine(progress, title, warnings=not common, named=True)]
 
         warn = partial(console.print, style="yellow", soft_wrap=True)
-        sweep = Sweep(table, scale, runs, results, extra, rows, columns, follow, warn)
+        sweep = Sweep(table, scale, runs, results, extra, rows, columns, follow, warn, limit)
         if show:
             outcomes = sweep.known(which)
         else:
@@ -116,7 +123,8 @@ def reproduce(
             if missing:
                 other = sweep.cells(0)[0].config.data
                 console.print(f"{missing} This scale uses {other} instead.", style="yellow", soft_wrap=True)
-            outcomes = list(sweep.carry_out(which, at_once))
+            outcomes = sweep.carry_out(which, at_once)
+            state = None if limit is None else sweep.progress()
     with checkpoint_errors(results):
         entries = report.table_entries(table, outcomes)
     settings = settings_note(table, scale, (cell for cell, _ in outcomes))
@@ -134,6 +142,7 @@ def reproduce(
                 "settings": settings,
                 "entries": report.as_json(entries),
                 "published": table.published,
+                **({} if state is None else {"progress": asdict(state)}),
             }
         )
         return
@@ -149,6 +158,10 @@ def reproduce(
     _print(console, table, scale, settings, lines, bool(outcomes))
     for note in report.footnotes(outcomes):
         console.print(note, soft_wrap=True)
+    if state is not None:
+        console.print(str(state), soft_wrap=True, highlight=False)
+        if not state.is_complete:
+            console.print(f"To continue, run: {repeat_command()}", soft_wrap=True, highlight=False)
 
 
 def _study(

@@ -111,6 +111,7 @@ def store_outcome(
     parent: Experiment | None,
     history: list[dict[str, Any]],
     summary: dict[str, Any],
+    device: str = "cpu",
 ) -> None:
     """Append the outcome of a finished run to the file of a table.
 
@@ -121,14 +122,15 @@ def store_outcome(
         parent: Configuration of the run that it starts from, or None.
         history: Metrics of each round.
         summary: Summary of the run.
+        device: Name of the device.
     """
     scored = [row for row in history if row["accuracy"] is not None]
     sent = [row["bytes_up"] + row["bytes_down"] for row in scored]
     curve = {"round": [row["round"] for row in scored], "bytes": sent, **_curves(scored)}
-    append_outcome(folder, table, run_identity(config, parent), {"summary": summary, "curve": curve})
+    append_outcome(folder, table, run_identity(config, parent), {"summary": summary, "curve": curve}, device)
 
 
-def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[str, Any]) -> None:
+def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[str, Any], device: str = "cpu") -> None:
     """Append the outcome of a run to the file of a table; several processes may do so at the same time.
 
     Args:
@@ -136,12 +138,14 @@ def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[s
         table: Name of the table, such as ``fedcog/table-1``, which is stored in ``fedcog/table-1.jsonl``.
         run: Identity of the run.
         result: Result of the run.
+        device: Name of the device, such as that of a graphics card; ``cpu`` is not stored.
 
     Raises:
         CheckpointError: If the file cannot be written.
         ConfigError: If another process locks the file for more than a minute.
     """
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
+    machine |= {} if device == "cpu" else {"device": device}
     line = (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
     *folders, name = map(folder_name, table.split("/"))
     path = make_subfolder(folder, *folders) / f"{name}.jsonl"

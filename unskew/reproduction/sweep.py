@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.single_run import FederationCache, last
+import torch
+
+from unskew.comparison.single_run import last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, DataError
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
-from unskew.records.result import read_history, read_summary
+from unskew.records.result import read_about, read_history, read_summary
 from unskew.reproduction.outcomes import (
     EARLIER,
     Outcome,
@@ -25,10 +29,12 @@ from unskew.reproduction.outcomes import (
     stored_outcomes,
 )
 from unskew.reproduction.preset import MARK, Preset, PresetCell, preset_cells
-from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
+from unskew.reproduction.time_limit import RunSpeeds, StopInTime, TableProgress, TimeIsOverError, TimeLimit
+from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs, run_jobs_here
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import resolve_run
+from unskew.simulation.checkpoint import newest_checkpoint
 
 Sources = tuple[str, str | None, int | str | None, str | None]
 """Data of a run and of its server, with their paths."""
@@ -52,6 +58,7 @@ class Sweep:
         columns: Columns to run; None for all.
         follow: Creates the callbacks of a run.
         warn: Receives a sentence about rows whose data are not available.
+        limit: Time in which runs are executed; None for no limit.
         otherwise: Whether the scale's settings for unavailable data are used.
     """
 
@@ -64,8 +71,12 @@ class Sweep:
     columns: Sequence[str] | None = None
     follow: Follow = lambda title, common: ()
     warn: Callable[[str], object] = lambda text: None
+    limit: TimeLimit | None = None
     otherwise: bool = field(default=False, init=False)
-    _last: FederationCache = field(default_factory=FederationCache, init=False)
+    _seeds: Sequence[int] = field(default=(), init=False)
+    _unavailable: set[Sources] = field(default_factory=set, init=False)
+    _at_once: int = field(default=1, init=False)
+    _speeds: RunSpeeds | None = field(default=None, init=False)
 
     def cells(self, seed: int) -> list[PresetCell]:
         """Return the chosen runs for a seed."""
@@ -95,58 +106,136 @@ class Sweep:
             outcomes = list(self.found(seeds))
         return outcomes
 
-    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[PresetCell, Outcome]]:
-        """Yield every chosen run with its outcome, seed by seed; all methods are validated before the first run.
+    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> list[tuple[PresetCell, Outcome]]:
+        """Execute the chosen runs and return those with an outcome; all methods are validated before the first run.
 
         Args:
             seeds: Seeds of the runs.
-            parallel: Number of concurrent runs, or ``auto``; with more than one, all runs finish before the first
-                yield.
-
-        Yields:
-            Runs with their outcomes.
+            parallel: Number of concurrent runs, or ``auto``.
         """
         check_parallel(parallel)
-        size, unavailable = self._check(seeds[0])
-        table = [cell for seed in seeds for cell in self.cells(seed)]
-        table = [
-            c for c in table if sources_of(c) not in unavailable or stored_outcome(self.results, c.config, c.parent)
-        ]
-        works = [] if parallel == 1 else self._works(table)
+        self._seeds = seeds
+        size, self._unavailable = self._check(seeds[0])
+        works = self._works(self._available())
         at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
-        if run_in_pool(at_once):
-            for _ in run_jobs(works, at_once, (self.runs, self.results, self.preset.name)):
-                pass
-        for cell in table:
-            yield cell, self._outcome(cell)
+        self._at_once = max(1, int(at_once))
+        storage = self.runs, self.results, self.preset.name
+        if self.limit is not None:
+            self.limit.begin()
+        finished = run_jobs(works, at_once, storage) if run_in_pool(at_once) else run_jobs_here(works, storage)
+        try:
+            for _ in finished:
+                self._speeds = None
+        except TimeIsOverError:
+            pass
+        return list(self.found(seeds))
+
+    def progress(self) -> TableProgress:
+        """Return which runs of the last ``carry_out`` are finished, and how long the others will take."""
+        self._speeds = None
+        table = self._available()
+        open_ = [cell for cell in table if stored_outcome(self.results, cell.config, cell.parent) is None]
+        in_progress = {}
+        for cell in open_:
+            before = 0 if cell.parent is None else self._saved(experiment_hash(cell.parent))[0]
+            if done := max(before, self._saved(experiment_hash(cell.config, cell.parent))[0]):
+                in_progress[self._title(cell)] = done, cell.config.rounds
+        expected = []
+        for work in self._works(table):
+            config, parent = work.arguments
+            done = max(parent.rounds if parent else 0, self._saved(str(work.name))[0])
+            expected.append(self._run_speeds().seconds(config, parent, config.rounds - done, guess=True))
+        known = [seconds for seconds in expected if seconds is not None]
+        rest = sum(known) / self._at_once if len(known) == len(expected) else None
+        return TableProgress(len(table) - len(open_), in_progress, len(open_) - len(in_progress), rest)
+
+    def _available(self) -> list[PresetCell]:
+        """Return the runs whose data are available, or that are finished, in the order in which they are executed.
+
+        The first row and those of the paper's own method come first, and all seeds of a column before the next column.
+        """
+        cells = [cell for seed in self._seeds for cell in self.cells(seed)]
+        paper, first = self.preset.name.partition("/")[0], next(iter(self.preset.rows))
+        columns = list(dict.fromkeys(cell.column for cell in cells))
+        cells.sort(key=lambda cell: (cell.row != first and paper not in cell.row.lower(), columns.index(cell.column)))
+        return [
+            cell
+            for cell in cells
+            if sources_of(cell) not in self._unavailable or stored_outcome(self.results, cell.config, cell.parent)
+        ]
 
     def _works(self, table: Sequence[PresetCell]) -> list[Job]:
         """Return the jobs of runs without an outcome, each once, preceded by the common rounds that they start from."""
         works: dict[str, Job] = {}
+
+        def add(config: Experiment, parent: Experiment | None, title: str, after: tuple[str, ...] = ()) -> str:
+            name = experiment_hash(config, parent)
+            follow = partial(self._followers, title, config.base_run)
+            ready = partial(self._may_start, name, config, parent)
+            works.setdefault(name, Job(name, run_cell, (config, parent), follow, after, ready))
+            return name
+
         for cell in table:
             if stored_outcome(self.results, cell.config, cell.parent) is not None:
                 continue
             config, after = cell.config, tuple[str, ...]()
             if cell.parent is not None:
-                begun, title = self._common(cell, cell.parent)
-                after = (begun.name,)
-                config = config.model_copy(update={"start_from": str(begun)})
-                follow = partial(self._followers, title, True)
-                works.setdefault(begun.name, Job(begun.name, _run_in_worker, (cell.parent, None), follow))
-            name, follow = experiment_hash(cell.config, cell.parent), partial(self._followers, self._title(cell), False)
-            works.setdefault(name, Job(name, _run_in_worker, (config, cell.parent), follow, after))
+                title = f"{self.preset.name}, common rounds, {cell.column}, seed {config.seed}"
+                after = (add(cell.parent, None, title),)
+                config = config.model_copy(update={"start_from": str(self.runs / after[0])})
+            add(config, cell.parent, self._title(cell), after)
         return list(works.values())
+
+    def _may_start(self, name: str, config: Experiment, parent: Experiment | None) -> bool:
+        """Return whether there is time to start or continue a run."""
+        if self.limit is None:
+            return True
+        if (self.runs / name / "config.yaml").is_file():
+            return self.limit.remaining > 0
+        rounds = config.rounds - (parent.rounds if parent else 0)
+        return self.limit.admits(self._run_speeds().seconds(config, parent, rounds))
+
+    def _run_speeds(self) -> RunSpeeds:
+        """Return the speeds of the table's runs that were executed on this machine."""
+        if self._speeds is not None:
+            return self._speeds
+        self._speeds, stored = RunSpeeds(), stored_outcomes(self.results)
+        cells = [cell for seed in self._seeds for cell in self.cells(seed)]
+        device = pick_device(cells[0].config.device)
+        here = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type, os.cpu_count()
+
+        def measured(name: str) -> tuple[int, float] | None:
+            if name not in stored:
+                machine = read_about(self.runs / name).get("machine", {})
+                return self._saved(name) if (machine.get("device"), machine.get("cores")) == here else None
+            machine, summary = (stored[name].outcome[part] for part in ("made_with", "summary"))
+            same = (machine.get("device", "cpu"), machine.get("cores")) == here
+            return (summary["rounds"], summary["seconds"]) if same else None
+
+        for cell in cells:
+            before = None if cell.parent is None else measured(experiment_hash(cell.parent))
+            its = measured(experiment_hash(cell.config, cell.parent))
+            if cell.parent is not None and before:
+                self._speeds.add(cell.parent, None, *before)
+            if its and (before or cell.parent is None):
+                rounds, seconds = before or (0, 0.0)
+                self._speeds.add(cell.config, cell.parent, its[0] - rounds, its[1] - seconds)
+        return self._speeds
+
+    def _saved(self, name: str) -> tuple[int, float]:
+        """Return the number and the seconds of the rounds of a run that are in its newest checkpoint."""
+        newest = newest_checkpoint(self.runs / name / "checkpoints")
+        return (0, 0.0) if newest is None else (int(newest[1]["round"]), newest[1]["extra"]["seconds"])
 
     def found(self, seeds: Sequence[int]) -> Iterator[tuple[PresetCell, Outcome]]:
         """Yield runs with a stored outcome, or with one of the same run before a default changed; nothing is run."""
-        stored, cells = stored_outcomes(self.results), self.cells(0)
-        for seed in seeds:
-            for cell in (cell.of_seed(seed) for cell in cells):
-                key = experiment_hash(cell.config, cell.parent)
-                if key in stored:
-                    yield cell, stored[key].outcome
-                elif EARLIER + key in stored:
-                    yield replace(cell, row=cell.row + MARK), stored[EARLIER + key].outcome
+        stored = stored_outcomes(self.results)
+        for cell in (cell.of_seed(seed) for cell in self.cells(0) for seed in seeds):
+            key = experiment_hash(cell.config, cell.parent)
+            if key in stored:
+                yield cell, stored[key].outcome
+            elif EARLIER + key in stored:
+                yield replace(cell, row=cell.row + MARK), stored[EARLIER + key].outcome
 
     def folder(self, cell: PresetCell) -> Path | None:
         """Return the folder of a cell's finished run, if it still exists."""
@@ -155,7 +244,7 @@ class Sweep:
 
     def federation(self, config: Experiment) -> Federation:
         """Return the data of a run; the last ones are cached, because consecutive runs often share them."""
-        return self._last.of(config)
+        return last.of(config)
 
     def _check(self, seed: int) -> tuple[int, set[Sources]]:
         """Load all data and validate all methods before the first run.
@@ -193,31 +282,9 @@ class Sweep:
     def _title(cell: PresetCell) -> str:
         return f"{cell.row}, {cell.column}, seed {cell.config.seed}"
 
-    def _common(self, cell: PresetCell, parent: Experiment) -> tuple[Path, str]:
-        """Return the folder and the title of the rounds that a run shares with others."""
-        title = f"{self.preset.name}, common rounds, {cell.column}, seed {cell.config.seed}"
-        return self.runs / experiment_hash(parent), title
-
     def _followers(self, title: str, common: bool) -> list[Callback]:
-        return list(self.follow(title, common))
-
-    def _outcome(self, cell: PresetCell) -> Outcome:
-        outcome = stored_outcome(self.results, cell.config, cell.parent)
-        if outcome is not None:
-            return outcome
-        config = cell.config
-        if cell.parent is not None:
-            start, title = self._common(cell, cell.parent)
-            self._run(cell.parent, None, title, common=True)
-            config = config.model_copy(update={"start_from": str(start)})
-        folder = self._run(config, cell.parent, self._title(cell))
-        outcome = stored_outcome(self.results, cell.config, cell.parent)
-        assert outcome is not None, f"the outcome of the run in {folder} was not stored"
-        return outcome
-
-    def _run(self, config: Experiment, parent: Experiment | None, title: str, common: bool = False) -> Path:
-        callbacks = partial(self._followers, title, common)
-        return run_cell((self.runs, self.results, self.preset.name), self._last, config, parent, callbacks)
+        stop = [] if self.limit is None else [StopInTime(self.limit)]
+        return [*self.follow(title, common), *stop]
 
 
 def sources_of(cell: PresetCell) -> Sources:
@@ -226,38 +293,27 @@ def sources_of(cell: PresetCell) -> Sources:
     return config.data, config.data_path, config.server_data, config.server_data_path
 
 
-def run_cell(
-    storage: Storage,
-    data: FederationCache,
-    config: Experiment,
-    parent: Experiment | None,
-    follow: Callable[[], list[Callback]],
-) -> Path:
-    """Run an experiment in its folder unless it is finished, store its outcome and return the folder.
+def run_cell(storage: Storage, config: Experiment, parent: Experiment | None, callbacks: list[Callback]) -> None:
+    """Run an experiment in its folder unless it is finished, and store its outcome.
 
     Args:
         storage: Folder for run folders, folder of the outcomes, and name of the table.
-        data: Cache of federations.
         config: Configuration of the run.
         parent: Configuration of the run that it starts from, or None.
-        follow: Creates the callbacks if the run is executed.
+        callbacks: Callbacks of the run.
     """
     runs, results, table = storage
     folder, shared = runs / experiment_hash(config, parent), runs / SYNTHETIC
     if (folder / "config.yaml").is_file() and finished_rounds(folder) == config.rounds:
         history, summary = read_history(folder), read_summary(folder)
     else:
-        federation, callbacks = data.of(config), follow()
+        federation = last.of(config)
         if (folder / "config.yaml").is_file():
             machine = {k: getattr(config, k) for k in ("engine", "workers", "clients_per_group", "device")}
             result = resume(folder, federation=federation, callbacks=callbacks, shared=shared, **machine)
         else:
             result = run_experiment(config, federation=federation, out=folder, callbacks=callbacks, shared=shared)
         history, summary = result.history, result.summary
-    store_outcome(results, table, config, parent, history, summary)
-    return folder
-
-
-def _run_in_worker(storage: Storage, config: Experiment, parent: Experiment | None, callbacks: list[Callback]) -> None:
-    """Run an experiment in a worker process, which stores its outcome."""
-    run_cell(storage, last, config, parent, lambda: callbacks)
+    if stored_outcome(results, config, parent) is None:
+        device = read_about(folder).get("machine", {}).get("device", "cpu")
+        store_outcome(results, table, config, parent, history, summary, device)

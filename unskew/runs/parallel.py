@@ -15,13 +15,16 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
 from unskew.engines.cpu import check_may_start_processes, may_start_processes, num_cores
+from unskew.engines.device import DeviceMemory
 from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, short_repr
-from unskew.runs.process_pool import Job, ProcessPool, raise_if_unpicklable
+from unskew.runs.process_pool import Job, ProcessPool, next_job, raise_if_unpicklable
 from unskew.runs.ray_pool import RayJobPool
 from unskew.simulation.round_loop import RunInterrupted, interruptible
 
+RUN_MEMORY = 4 << 30
+"""Bytes of a CUDA device that ``auto`` reserves for each run of a small model: its context, data and cohort."""
 SMALL = 1_000_000
 """Number of model parameters up to which ``auto`` uses one core per run: small models gain little from more threads."""
 MOST = 256
@@ -102,12 +105,27 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
                 "(ray.address=auto, after ray start --head), or use engine=inline."
             )
         return min(parallel, len(configs))
-    divided = any(
-        config.engine == "vectorized" or config.workers is not None or pick_device(config.device).type != "cpu"
-        for config in configs
-    )
-    alone = divided or clusters or size > SMALL or not may_start_processes()
+    devices = {pick_device(config.device) for config in configs}
+    divided = len(devices) > 1 or any(config.workers is not None for config in configs)
+    if divided or clusters or size > SMALL or not may_start_processes():
+        return 1
+    (device,) = devices
+    if device.type == "cuda":
+        return min(num_runs_per_card(DeviceMemory(device)), len(configs))
+    alone = device.type != "cpu" or any(config.engine == "vectorized" for config in configs)
     return 1 if alone else min(num_cores(), len(configs))
+
+
+def num_runs_per_card(memory: DeviceMemory) -> int:
+    """Return how many runs of a small model are executed at once on a CUDA device.
+
+    Their kernels are short, so that the device waits for the process that launches them: one process per core, as long as
+    each has ``RUN_MEMORY`` of the free memory.
+
+    Args:
+        memory: Memory of the device.
+    """
+    return max(1, min(num_cores(), memory.free() // RUN_MEMORY))
 
 
 def num_parallel_jobs(parallel: int | str, jobs: int) -> int:
@@ -195,6 +213,23 @@ def run_jobs(works: Sequence[Job], num_workers: int, given: Any = None) -> Itera
             raise
         finally:
             crew.close()
+
+
+def run_jobs_here(works: Sequence[Job], given: Any = None) -> Iterator[tuple[Hashable, Any]]:
+    """Run jobs one after another in this process, see ``run_jobs``.
+
+    Args:
+        works: Jobs; each is listed after the jobs that its ``after`` names.
+        given: Object that all jobs receive.
+
+    Yields:
+        Name and result of each finished job.
+    """
+    waiting, done = list(works), set[Hashable]()
+    while (work := next_job(waiting, done)) is not None:
+        result = work.function(given, *work.arguments, callbacks=list(work.follow()))
+        done.add(work.name)
+        yield work.name, result
 
 
 def paths_to_share(given: Any) -> list[Path]:

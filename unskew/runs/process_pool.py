@@ -37,6 +37,7 @@ class Job:
         arguments: Arguments of this job.
         follow: Creates the job's callbacks in the parent process when the job starts.
         after: Names of jobs that must finish first.
+        ready: Returns whether the job may start now.
     """
 
     name: Hashable
@@ -44,6 +45,7 @@ class Job:
     arguments: tuple[Any, ...] = ()
     follow: Callable[[], Sequence[Callback]] = tuple
     after: tuple[Hashable, ...] = ()
+    ready: Callable[[], bool] = lambda: True
 
 
 @contextlib.contextmanager
@@ -110,13 +112,13 @@ class RunningJob:
 
 
 def next_job(waiting: list[Job], done: Container[Hashable]) -> Job | None:
-    """Remove and return the first job whose dependencies have finished, or None.
+    """Remove and return the first job that is ready and whose dependencies have finished, or None.
 
     Args:
         waiting: Jobs that have not started.
         done: Names of finished jobs.
     """
-    work = next((work for work in waiting if all(name in done for name in work.after)), None)
+    work = next((work for work in waiting if all(name in done for name in work.after) and work.ready()), None)
     if work is not None:
         waiting.remove(work)
     return work
@@ -152,7 +154,7 @@ class ProcessPool:
             self.processes[ours] = process
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run jobs; ends early once ``stopped`` is not empty.
+        """Run jobs; ends early once ``stopped`` is not empty, or no job is running or ready.
 
         Args:
             works: Jobs to run.
@@ -162,10 +164,11 @@ class ProcessPool:
             Name and result of each finished job.
         """
         waiting = list(works)
-        while (waiting or self.busy) and not stopped:
-            self._hand_out(waiting)
+        self._hand_out(waiting)
+        while self.busy and not stopped:
             for ready in wait(list(self.busy), GLANCE):
                 yield from self._hear(cast(Connection, ready))
+            self._hand_out(waiting)
 
     def _hand_out(self, waiting: list[Job]) -> None:
         for pipe in self.processes:

@@ -180,7 +180,7 @@ class RayJobPool:
         self.flying: list[_RemoteJob] = []
 
     def carry_out(self, works: Sequence[Job], stopped: Sequence[int]) -> Iterator[tuple[Hashable, Any]]:
-        """Run jobs; ends early once ``stopped`` is not empty.
+        """Run jobs; ends early once ``stopped`` is not empty, or no job is running or ready.
 
         Args:
             works: Jobs to run.
@@ -193,10 +193,12 @@ class RayJobPool:
         done = set[Hashable]()
         heard = time.monotonic()
         with _marked([*self.folders, *_folders(works)]) as marks:
-            while (waiting or self.flying) and not stopped:
+            while not stopped:
                 while len(self.flying) < self.most and (work := next_job(waiting, done)) is not None:
                     busy = RunningJob.of(work)
                     self._submit(_RemoteJob(busy, busy.task()), marks)
+                if not self.flying:
+                    return
                 ready = self._ready()
                 heard = time.monotonic() if ready else heard
                 if self.deadline is not None and time.monotonic() - heard > self.deadline:
