@@ -17,7 +17,15 @@ import torch
 from torch import Tensor
 
 from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
-from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
+from unskew.data.clients import (
+    ArrayClients,
+    ClientData,
+    DrawnClients,
+    concatenate_inputs,
+    joined_clients,
+    shared_copy,
+    take_rows,
+)
 from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
@@ -165,8 +173,8 @@ class Federation:
         x, y = self.test
         clients = self.clients
         if isinstance(clients, ArrayClients):
-            clients = clients.to(device)
-        return replace(self, clients=clients, test=(x.to(device), y.to(device)))
+            clients = shared_copy(clients, device)
+        return replace(self, clients=clients, test=(shared_copy(x, device), y.to(device)))
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return samples per client and class ``[K, C]`` and the class names; without labels, per text group."""

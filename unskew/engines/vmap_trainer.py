@@ -282,7 +282,8 @@ class GroupTrainer:
         }
         updates = [
             pack_update(
-                setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
+                *setup.origin(broadcast), deltas[k], v[k], own(b[k]),
+                pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
                 samples[k], {name: own(t[k]) for name, t in state.items()},
             )

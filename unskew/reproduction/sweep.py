@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -25,7 +26,7 @@ from unskew.reproduction.outcomes import (
     stored_outcomes,
 )
 from unskew.reproduction.preset import MARK, Preset, PresetCell, preset_cells
-from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
+from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs, run_stacked, stacks_runs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import resolve_run
@@ -95,13 +96,15 @@ class Sweep:
             outcomes = list(self.found(seeds))
         return outcomes
 
-    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[PresetCell, Outcome]]:
+    def carry_out(
+        self, seeds: Sequence[int], parallel: int | str | None = None
+    ) -> Iterator[tuple[PresetCell, Outcome]]:
         """Yield every chosen run with its outcome, seed by seed; all methods are validated before the first run.
 
         Args:
             seeds: Seeds of the runs.
-            parallel: Number of concurrent runs, or ``auto``; with more than one, all runs finish before the first
-                yield.
+            parallel: Number of concurrent runs, ``auto``, or ``stacked`` to train the seeds of a run together, which is the
+                default on a GPU; unless runs follow each other, all finish before the first yield.
 
         Yields:
             Runs with their outcomes.
@@ -113,10 +116,15 @@ class Sweep:
             c for c in table if sources_of(c) not in unavailable or stored_outcome(self.results, c.config, c.parent)
         ]
         works = [] if parallel == 1 else self._works(table)
-        at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
-        if run_in_pool(at_once):
-            for _ in run_jobs(works, at_once, (self.runs, self.results, self.preset.name)):
-                pass
+        configs, storage = [work.arguments[0] for work in works], (self.runs, self.results, self.preset.name)
+        at_once = num_parallel_runs(parallel, configs, size)
+        if configs and stacks_runs(parallel, configs):
+            groups: dict[str, list[Job]] = {}
+            for config, work in zip(configs, works, strict=True):
+                groups.setdefault(config.model_dump_json(exclude={"seed", "start_from"}), []).append(work)
+            deque(run_stacked([(jobs[0].arguments[0], jobs) for jobs in groups.values()], storage), 0)
+        elif run_in_pool(at_once):
+            deque(run_jobs(works, at_once, storage), 0)
         for cell in table:
             yield cell, self._outcome(cell)
 

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -25,6 +26,9 @@ SIGNALS = tuple(
 )
 """Signals that end a run after its round; Windows has no SIGHUP."""
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
+
+_stopped: ContextVar[list[int] | None] = ContextVar("stopped", default=None)
+"""Signals that the main thread has received, for threads that run in its context."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -140,7 +144,8 @@ def interruptible() -> Iterator[list[int]]:
     """
     stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield stopped
+        inherited = _stopped.get()
+        yield stopped if inherited is None else inherited
         return
     # Ignored signals stay ignored: nohup ignores SIGHUP.
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -158,7 +163,9 @@ def interruptible() -> Iterator[list[int]]:
 
     for number in before:
         signal.signal(number, handler)
+    token = _stopped.set(stopped)
     try:
         yield stopped
     finally:
+        _stopped.reset(token)
         restore()
