@@ -18,8 +18,9 @@ from unskew.config.loader import experiment
 from unskew.data.federation import ArrayClients
 from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
+from unskew.engines.stacked import JointEngine
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs
+from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs, stacks_runs
 from unskew.runs.process_pool import Job
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -80,6 +81,46 @@ def test_how_many_runs_are_made_at_a_time(monkeypatch):
     assert at_once("1@auto", ray={"deadline": 5}).deadline == 5
     with pytest.raises(ConfigError, match="each run is one task"):
         at_once("2@auto", engine="ray")
+
+
+def test_which_runs_are_trained_together(monkeypatch):
+    def together(parallel, **options):
+        return stacks_runs(parallel, [experiment({"device": "cpu", **options})] * 2)
+
+    on_cpu = {parallel: together(parallel, engine="vectorized") for parallel in (None, "auto", "stacked", 1, 2)}
+    assert on_cpu == {None: False, "auto": False, "stacked": True, 1: False, 2: False}
+    for engine in ("auto", "inline"):
+        with pytest.raises(ConfigError, match="Set engine=vectorized"):
+            together("stacked", engine=engine)
+    monkeypatch.setattr("unskew.runs.parallel.pick_device", lambda name: torch.device("cuda"))
+    on_gpu = {
+        (parallel, engine): together(parallel, engine=engine) for parallel in (None, 1) for engine in ("auto", "inline")
+    }
+    assert on_gpu == {(None, "auto"): True, (None, "inline"): False, (1, "auto"): False, (1, "inline"): False}
+    assert (
+        num_parallel_runs("auto", [experiment({})] * 2, 100) == num_parallel_runs(None, [experiment({})] * 2, 100) == 1
+    )
+    assert not together(None, ray={"address": "10.0.0.1:6379"})
+
+
+def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, monkeypatch):
+    joint, train = [], JointEngine.train_cohorts
+    monkeypatch.setattr(
+        JointEngine, "train_cohorts", lambda self, cohorts: joint.append(len(cohorts)) or train(self, cohorts)
+    )
+    alone, told = small_table(tmp_path / "alone", 1, [0, 1], "mlp", "vectorized")
+    assert not joint
+    assert small_table(tmp_path / "together", "stacked", [0, 1], "mlp", "vectorized") == (alone, told)
+    assert set(joint) == {2}
+
+
+def test_stacked_needs_the_engine_vectorized_before_anything_is_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = call(capsys, "compare", "fedavg", *TINY, "--out", "a", "--parallel", "stacked")
+    assert (outcome.code, "Set engine=vectorized" in outcome.err, Path("a").exists()) == (2, True, False)
+    options = (*TINY, "--engine", "vectorized", "--no-references", "--out", "b")
+    assert call(capsys, "compare", "fedavg", *options, "--parallel", "stacked").code == 0
+    assert [len(metrics(folder)) for folder in Path("b").glob("*/seed-*")] == [3, 3]
 
 
 def echo(given, number, callbacks):

@@ -265,7 +265,7 @@ def shared_copy(data: Moved, device: torch.device) -> Moved:
     if copy is None:
         copy = data.to(device)
         if copy is not data:
-            setattr(copy, "original", data)  # keeps the id of the data from being reused
+            copy.__dict__["original"] = data  # keeps the id of the data from being reused
             _copies[id(data), device] = copy
     return copy
 

@@ -175,13 +175,14 @@ class StackedEngine(VectorizedEngine):
         super().__init__(setup)
         self.thread = thread
         self.content = None if self.width == 1 else content_of(setup)
+        thread.waits = self.content is not None
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort together with those of other runs, and yield its updates in order."""
         if self.content is None or not broadcasts or broadcasts[0].closing or broadcasts[0].asks_loss:
             return super().train(broadcasts)
         began = time.perf_counter()
-        updates, seconds = self.thread.ask((self, broadcasts))
+        updates, seconds = self.thread.ask((broadcasts[0].round, self, broadcasts))
         self.setup.waited(time.perf_counter() - began - seconds)
         return iter(updates)
 
@@ -194,8 +195,8 @@ class StackedEngine(VectorizedEngine):
             return error
 
 
-Request = tuple[StackedEngine, Sequence[Broadcast]]
-"""Engine of a run, and the cohort to train."""
+Request = tuple[float, StackedEngine | None, Sequence[Broadcast]]
+"""Round, engine and cohort to train; without an engine, a run waits until the others have finished the round."""
 Reply = tuple[list[Update], float] | BaseException
 """Updates of a cohort and the run's share of the seconds, or an error to raise in the run."""
 
@@ -232,16 +233,20 @@ class RunThread(threading.Thread):
 
     Args:
         function: Executes the run.
+        stopped: List that is not empty once the run must end after its round.
 
     Attributes:
         request: Request that the run waits for; None if it has not started or has ended.
+        waits: Whether the run waits for others after each round.
         result: Result of the function, once it has ended.
         error: Error that ended the function.
     """
 
-    def __init__(self, function: Callable[[], Any]):
+    def __init__(self, function: Callable[[], Any], stopped: list[int]):
         super().__init__(daemon=True)
         self.function = function
+        self.stopped = stopped
+        self.waits = False
         self.request: Request | None = None
         self.result: Any = None
         self.error: BaseException | None = None
@@ -249,7 +254,6 @@ class RunThread(threading.Thread):
         self._replies: SimpleQueue[Reply] = SimpleQueue()
         self._context = contextvars.copy_context()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-        self._works = False
 
     def run(self) -> None:
         """Execute the run; called in the thread."""
@@ -276,21 +280,18 @@ class RunThread(threading.Thread):
         Args:
             reply: Reply to its request; None starts the run.
         """
-        self._works = True
         if reply is None:
             self.start()
         else:
             self._replies.put(reply)
-        self._receive()
-
-    def _receive(self) -> None:
-        self.request = self._requests.get()
-        self._works = False
+        try:
+            self.request = self._requests.get()
+        except BaseException:  # Ctrl-C, while the run works
+            self.request = self._requests.get()
+            raise
 
     def stop(self) -> None:
-        """End the run at its next request, if it has not ended."""
-        if self._works:  # the waiting of ``resume`` was interrupted
-            self._receive()
+        """End the run if it waits for a request."""
         while self.request is not None:
             self.resume(KeyboardInterrupt())
 
@@ -308,7 +309,7 @@ def run_together(functions: Sequence[Callable[[], Any]], stopped: list[int]) -> 
     Raises:
         BaseException: If a run failed or was interrupted.
     """
-    threads = [RunThread(function) for function in functions]
+    threads = [RunThread(function, stopped) for function in functions]
     joint: dict[bytes | None, JointEngine] = {}
 
     def resume(thread: RunThread, reply: Reply | None = None) -> None:
@@ -321,12 +322,10 @@ def run_together(functions: Sequence[Callable[[], Any]], stopped: list[int]) -> 
             if not stopped:
                 resume(thread)
         while requests := {thread: thread.request for thread in threads if thread.request is not None}:
-            kinds = {thread: (sent[0].round, engine.content) for thread, (engine, sent) in requests.items()}
+            kinds = {thread: (round, engine and engine.content) for thread, (round, engine, _) in requests.items()}
             kind = min(kinds.values(), key=lambda kind: kind[0])
             group = [thread for thread in requests if kinds[thread] == kind]
             replies = _train_group([requests[thread] for thread in group], joint)
-            if any(isinstance(reply, BaseException) for reply in replies) and not stopped:
-                stopped.append(signal.SIGTERM)
             for thread, reply in zip(group, replies, strict=True):
                 resume(thread, reply)
     finally:
@@ -340,23 +339,43 @@ def run_together(functions: Sequence[Callable[[], Any]], stopped: list[int]) -> 
 
 def _train_group(requests: Sequence[Request], joint: dict[bytes | None, JointEngine]) -> list[Reply]:
     """Train cohorts together; if that fails, each by itself, so that an error ends only the run that has it."""
-    engines = [engine for engine, _ in requests]
+    engines = [engine for _, engine, _ in requests if engine is not None]
+    if not engines:
+        return [([], 0.0)] * len(requests)
+    cohorts = [broadcasts for _, _, broadcasts in requests]
     if len(engines) == 1:
-        return [engines[0].train_alone(requests[0][1])]
+        return [engines[0].train_alone(cohorts[0])]
     began, content = time.perf_counter(), engines[0].content
     try:
         if content not in joint or joint[content].engines != engines:
             joint[content] = JointEngine(engines)
-        each = joint[content].train_cohorts([broadcasts for _, broadcasts in requests])
+        each = joint[content].train_cohorts(cohorts)
         share = (time.perf_counter() - began) / len(engines)
         return [(updates, share) for updates in each]
     except Exception as error:
         reason = describe_error(error)
-    replies = [engine.train_alone(broadcasts) for engine, broadcasts in requests]
+    replies = [engine.train_alone(broadcasts) for engine, broadcasts in zip(engines, cohorts, strict=True)]
     if all(isinstance(reply, tuple) for reply in replies):
         for engine in engines:
             engine.setup.warn(f"The runs could not be trained together in this round, but one by one: {reason}")
     return replies
+
+
+def wait_for_runs(round: int) -> list[int]:
+    """Wait until the runs that are trained together with this one have finished a round, so that all can end after it.
+
+    Args:
+        round: Number of the round that this run has finished, from 0.
+
+    Returns:
+        Signals, if all runs must end.
+    """
+    thread = _current.get()
+    if thread is None:
+        return []
+    if thread.waits:
+        thread.ask((round + 0.5, None, ()))
+    return thread.stopped
 
 
 def make_vectorized(setup: EngineConfig) -> VectorizedEngine:

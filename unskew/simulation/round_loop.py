@@ -7,13 +7,13 @@ import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from unskew.attacks.attackers import Attackers
 from unskew.engines.base import Engine
+from unskew.engines.stacked import wait_for_runs
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 from unskew.seeding import derive, seeded_globals
@@ -26,9 +26,6 @@ SIGNALS = tuple(
 )
 """Signals that end a run after its round; Windows has no SIGHUP."""
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
-
-_stopped: ContextVar[list[int] | None] = ContextVar("stopped", default=None)
-"""Signals that the main thread has received, for threads that run in its context."""
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -98,6 +95,7 @@ def run_rounds(
                 metrics = server.aggregator.step(t, arrivals)
                 if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
                     return
+                stopped.extend(wait_for_runs(t))
                 if stopped:
                     raise RunInterrupted(stopped[0])
 
@@ -144,8 +142,7 @@ def interruptible() -> Iterator[list[int]]:
     """
     stopped: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        inherited = _stopped.get()
-        yield stopped if inherited is None else inherited
+        yield stopped
         return
     # Ignored signals stay ignored: nohup ignores SIGHUP.
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
@@ -163,9 +160,7 @@ def interruptible() -> Iterator[list[int]]:
 
     for number in before:
         signal.signal(number, handler)
-    token = _stopped.set(stopped)
     try:
         yield stopped
     finally:
-        _stopped.reset(token)
         restore()
