@@ -13,11 +13,13 @@ from support.running import TIMES, metrics
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.data.clients import DrawnClients, IndexedClients, StackedClients, shared_copy, stack_clients
+from unskew.data.clients import DrawnClients, IndexedClients, StackedClients, stack_clients
 from unskew.data.load import load_federation
+from unskew.data.shared_copies import shared_copy
 from unskew.engines.base import EngineConfig
 from unskew.engines.registry import make_engine
-from unskew.engines.stacked import JointEngine, StackedEngine, content_of, run_together
+from unskew.engines.run_threads import run_together
+from unskew.engines.stacked import JointEngine, JointTraining, StackedEngine, content_of
 from unskew.errors import DataError
 from unskew.records.result import read_summary
 from unskew.simulation.round_loop import RunInterrupted
@@ -245,7 +247,7 @@ def test_a_second_ctrl_c_ends_all_runs_at_once(joint):
 
     JointEngine.train_cohorts = training  # restored by the fixture
     with pytest.raises(KeyboardInterrupt):
-        run_together([lambda: run(0), lambda: run(1)], [])
+        run_together([lambda: run(0), lambda: run(1)], [], JointTraining())
     assert (runs, ended) == ([2], [0, 1])
 
 
@@ -331,7 +333,7 @@ def test_the_number_of_clients_at_once_counts_those_of_all_runs(tmp_path):
     setups = [setup_of(seed=seed, participation=1.0) for seed in (0, 1)]
 
     class Thread:
-        waits = False
+        waited = None
 
     engines = [StackedEngine(setup, Thread()) for setup in setups]
     for number, engine in enumerate(engines):

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from typing import Any, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.shared_copies import shared_copy
 from unskew.data.spec import DataSpec
 
 RECENT = 16 << 20
@@ -248,26 +248,6 @@ class IndexedClients(DrawnClients):
     def take(self, rows: Tensor) -> Tensor:
         """Return the inputs of some samples, numbered client by client, on the device of the data."""
         return take_rows(self.rows.x, self.rows.rows[rows])
-
-
-Moved = TypeVar("Moved", Tensor, ArrayClients)
-_copies: WeakValueDictionary[tuple[int, torch.device], Any] = WeakValueDictionary()
-
-
-def shared_copy(data: Moved, device: torch.device) -> Moved:
-    """Return data on a device; runs at the same time share the copy, which exists as long as one of them uses it.
-
-    Args:
-        data: Samples, which are not changed in place.
-        device: Device of the result.
-    """
-    copy: Moved | None = _copies.get((id(data), device))
-    if copy is None:
-        copy = data.to(device)
-        if copy is not data:
-            copy.__dict__["original"] = data  # keeps the id of the data from being reused
-            _copies[id(data), device] = copy
-    return copy
 
 
 class StackedClients(Sequence[ClientData]):

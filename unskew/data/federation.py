@@ -17,15 +17,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
-from unskew.data.clients import (
-    ArrayClients,
-    ClientData,
-    DrawnClients,
-    concatenate_inputs,
-    joined_clients,
-    shared_copy,
-    take_rows,
-)
+from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
 from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
@@ -38,6 +30,7 @@ from unskew.data.from_arrays import (
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
+from unskew.data.shared_copies import shared_copy
 from unskew.data.target_scaling import fit_target_scaling
 from unskew.data.validation import check_targets, validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name

@@ -1,25 +1,19 @@
 """Several runs at once: the clients of their cohorts are trained as one group, with the numbers of single runs.
 
 The runs have the same model, client rules, budget and kind of data. They may differ in the seed, in the samples of their
-clients, and in all that the server does. Each run has a thread of its own, but one thread works at a time: a run works until
-it asks for the training of a cohort, and waits until the runs of earlier rounds have asked, too.
+clients, and in all that the server does.
 """
 
 from __future__ import annotations
 
-import contextvars
 import hashlib
 import io
 import pickle
-import signal
-import threading
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from contextvars import ContextVar
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
-from queue import SimpleQueue
 from typing import Any
 
 import torch
@@ -30,12 +24,11 @@ from unskew.data.pixel_scaling import PixelScaling
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
 from unskew.engines.local_trainer import LocalTrainer
+from unskew.engines.run_threads import Reply, Request, RunThread, current_thread
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, Tensors, Update, replace_fields
 from unskew.protocol.rules import SurveyTime
-
-_current: ContextVar[RunThread | None] = ContextVar("current", default=None)
 
 
 class _ContentPickler(pickle.Pickler):
@@ -175,16 +168,13 @@ class StackedEngine(VectorizedEngine):
         super().__init__(setup)
         self.thread = thread
         self.content = None if self.width == 1 else content_of(setup)
-        thread.waits = self.content is not None
+        thread.waited = None if self.content is None else setup.waited
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort together with those of other runs, and yield its updates in order."""
         if self.content is None or not broadcasts or broadcasts[0].closing or broadcasts[0].asks_loss:
             return super().train(broadcasts)
-        began = time.perf_counter()
-        updates, seconds = self.thread.ask((broadcasts[0].round, self, broadcasts))
-        self.setup.waited(time.perf_counter() - began - seconds)
-        return iter(updates)
+        return iter(self.thread.ask(Request(broadcasts[0].round, self.content, (self, broadcasts))))
 
     def train_alone(self, broadcasts: Sequence[Broadcast]) -> Reply:
         """Train a cohort without those of other runs."""
@@ -193,12 +183,6 @@ class StackedEngine(VectorizedEngine):
             return list(super().train(broadcasts)), time.perf_counter() - began
         except Exception as error:  # raised in the thread of the run
             return error
-
-
-Request = tuple[float, StackedEngine | None, Sequence[Broadcast]]
-"""Round, engine and cohort to train; without an engine, a run waits until the others have finished the round."""
-Reply = tuple[list[Update], float] | BaseException
-"""Updates of a cohort and the run's share of the seconds, or an error to raise in the run."""
 
 
 class JointEngine(VectorizedEngine):
@@ -228,154 +212,35 @@ class JointEngine(VectorizedEngine):
             engine._set_width(width)
 
 
-class RunThread(threading.Thread):
-    """Thread of one run, which works only while ``resume`` waits for it.
+class JointTraining:
+    """Trains the cohorts of several runs, and keeps the engine for each kind of runs."""
 
-    Args:
-        function: Executes the run.
-        stopped: List that is not empty once the run must end after its round.
+    def __init__(self) -> None:
+        self.engines: dict[bytes | None, JointEngine] = {}
 
-    Attributes:
-        request: Request that the run waits for; None if it has not started or has ended.
-        waits: Whether the run waits for others after each round.
-        result: Result of the function, once it has ended.
-        error: Error that ended the function.
-    """
-
-    def __init__(self, function: Callable[[], Any], stopped: list[int]):
-        super().__init__(daemon=True)
-        self.function = function
-        self.stopped = stopped
-        self.waits = False
-        self.request: Request | None = None
-        self.result: Any = None
-        self.error: BaseException | None = None
-        self._requests: SimpleQueue[Request | None] = SimpleQueue()
-        self._replies: SimpleQueue[Reply] = SimpleQueue()
-        self._context = contextvars.copy_context()
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
-
-    def run(self) -> None:
-        """Execute the run; called in the thread."""
-        self._context.run(_current.set, self)
-        try:
-            if self._device is not None:  # the current device of PyTorch belongs to a thread
-                torch.cuda.set_device(self._device)
-            self.result = self._context.run(self.function)
-        except BaseException as error:  # raised by ``run_together``
-            self.error = error
-        self._requests.put(None)
-
-    def ask(self, request: Request) -> tuple[list[Update], float]:
-        """Wait for the training of a cohort; called in the thread."""
-        self._requests.put(request)
-        reply = self._replies.get()
-        if isinstance(reply, BaseException):
-            raise reply
-        return reply
-
-    def resume(self, reply: Reply | None = None) -> None:
-        """Let the run work until its next request or its end.
+    def __call__(self, works: Sequence[tuple[StackedEngine, Sequence[Broadcast]]]) -> list[Reply]:
+        """Train cohorts together; if that fails, each by itself, so that an error ends only the run that has it.
 
         Args:
-            reply: Reply to its request; None starts the run.
+            works: Engine of each run, and its cohort.
         """
-        if reply is None:
-            self.start()
-        else:
-            self._replies.put(reply)
+        engines, cohorts = [engine for engine, _ in works], [cohort for _, cohort in works]
+        if len(works) == 1:
+            return [engines[0].train_alone(cohorts[0])]
+        began, content = time.perf_counter(), engines[0].content
         try:
-            self.request = self._requests.get()
-        except BaseException:  # Ctrl-C, while the run works
-            self.request = self._requests.get()
-            raise
-
-    def stop(self) -> None:
-        """End the run if it waits for a request."""
-        while self.request is not None:
-            self.resume(KeyboardInterrupt())
-
-
-def run_together(functions: Sequence[Callable[[], Any]], stopped: list[int]) -> list[Any]:
-    """Execute runs whose cohorts are trained together, and return the result of each.
-
-    The cohorts of the earliest round are trained first, so that resumed runs catch up with each other. If a run fails, the
-    others finish their round and end.
-
-    Args:
-        functions: Each executes a run.
-        stopped: List that is not empty once all runs must end after their round; an error in a run adds a number.
-
-    Raises:
-        BaseException: If a run failed or was interrupted.
-    """
-    threads = [RunThread(function, stopped) for function in functions]
-    joint: dict[bytes | None, JointEngine] = {}
-
-    def resume(thread: RunThread, reply: Reply | None = None) -> None:
-        thread.resume(reply)
-        if thread.error is not None and not stopped:
-            stopped.append(signal.SIGTERM)
-
-    try:
-        for thread in threads:
-            if not stopped:
-                resume(thread)
-        while requests := {thread: thread.request for thread in threads if thread.request is not None}:
-            kinds = {thread: (round, engine and engine.content) for thread, (round, engine, _) in requests.items()}
-            kind = min(kinds.values(), key=lambda kind: kind[0])
-            group = [thread for thread in requests if kinds[thread] == kind]
-            replies = _train_group([requests[thread] for thread in group], joint)
-            for thread, reply in zip(group, replies, strict=True):
-                resume(thread, reply)
-    finally:
-        for thread in threads:
-            thread.stop()
-    errors = [thread.error for thread in threads if thread.error is not None]
-    for error in sorted(errors, key=lambda error: isinstance(error, KeyboardInterrupt)):
-        raise error
-    return [thread.result for thread in threads]
-
-
-def _train_group(requests: Sequence[Request], joint: dict[bytes | None, JointEngine]) -> list[Reply]:
-    """Train cohorts together; if that fails, each by itself, so that an error ends only the run that has it."""
-    engines = [engine for _, engine, _ in requests if engine is not None]
-    if not engines:
-        return [([], 0.0)] * len(requests)
-    cohorts = [broadcasts for _, _, broadcasts in requests]
-    if len(engines) == 1:
-        return [engines[0].train_alone(cohorts[0])]
-    began, content = time.perf_counter(), engines[0].content
-    try:
-        if content not in joint or joint[content].engines != engines:
-            joint[content] = JointEngine(engines)
-        each = joint[content].train_cohorts(cohorts)
-        share = (time.perf_counter() - began) / len(engines)
-        return [(updates, share) for updates in each]
-    except Exception as error:
-        reason = describe_error(error)
-    replies = [engine.train_alone(broadcasts) for engine, broadcasts in zip(engines, cohorts, strict=True)]
-    if all(isinstance(reply, tuple) for reply in replies):
-        for engine in engines:
-            engine.setup.warn(f"The runs could not be trained together in this round, but one by one: {reason}")
-    return replies
-
-
-def wait_for_runs(round: int) -> list[int]:
-    """Wait until the runs that are trained together with this one have finished a round, so that all can end after it.
-
-    Args:
-        round: Number of the round that this run has finished, from 0.
-
-    Returns:
-        Signals, if all runs must end.
-    """
-    thread = _current.get()
-    if thread is None:
-        return []
-    if thread.waits:
-        thread.ask((round + 0.5, None, ()))
-    return thread.stopped
+            if content not in self.engines or self.engines[content].engines != engines:
+                self.engines[content] = JointEngine(engines)
+            each = self.engines[content].train_cohorts(cohorts)
+            share = (time.perf_counter() - began) / len(works)
+            return [(updates, share) for updates in each]
+        except Exception as error:
+            reason = describe_error(error)
+        replies = [engine.train_alone(cohort) for engine, cohort in works]
+        if all(isinstance(reply, tuple) for reply in replies):
+            for engine in engines:
+                engine.setup.warn(f"The runs could not be trained together in this round, but one by one: {reason}.")
+        return replies
 
 
 def make_vectorized(setup: EngineConfig) -> VectorizedEngine:
@@ -384,5 +249,5 @@ def make_vectorized(setup: EngineConfig) -> VectorizedEngine:
     Args:
         setup: Configuration of the engine.
     """
-    thread = _current.get()
+    thread = current_thread()
     return VectorizedEngine(setup) if thread is None else StackedEngine(setup, thread)

@@ -19,7 +19,8 @@ from unskew.engines.cpu import check_may_start_processes, default_torch_modes, m
 from unskew.engines.device import device_modes
 from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
-from unskew.engines.stacked import run_together
+from unskew.engines.run_threads import run_together
+from unskew.engines.stacked import JointTraining
 from unskew.errors import ConfigError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, raise_if_unpicklable
 from unskew.runs.ray_pool import RayJobPool
@@ -246,7 +247,7 @@ def run_stacked(groups: Sequence[tuple[Experiment, Sequence[Job]]], given: Any) 
             for some in (jobs[first : first + MOST_STACKED] for first in range(0, len(jobs), MOST_STACKED)):
                 # Around the modes that each run sets and restores, because the runs do not end in order.
                 with default_torch_modes(), device_modes(pick_device(config.device), config.precision):
-                    results = run_together([partial(_run_here, job, given) for job in some], stopped)
+                    results = run_together([partial(_run_here, job, given) for job in some], stopped, JointTraining())
                 yield from ((job.name, result) for job, result in zip(some, results, strict=True))
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from unskew.attacks.attackers import Attackers
 from unskew.engines.base import Engine
-from unskew.engines.stacked import wait_for_runs
+from unskew.engines.run_threads import wait_for_runs
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 from unskew.seeding import derive, seeded_globals

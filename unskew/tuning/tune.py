@@ -26,15 +26,7 @@ from unskew.json_models import read_model
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
-from unskew.runs.parallel import (
-    MOST,
-    STACKED,
-    check_parallel,
-    num_parallel_runs,
-    run_jobs,
-    run_on_cluster,
-    stacks_runs,
-)
+from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster, stacks_runs
 from unskew.runs.process_pool import Job, raise_if_unpicklable
 from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
 from unskew.tuning.spaces import canonical_expression, user_spaces
@@ -98,7 +90,7 @@ def tune(
     optuna_library()
     names = _names(methods)
     of_comparison = None if isinstance(parallel, int) and parallel > 1 else parallel
-    parallel = 1 if parallel in (None, STACKED) else parallel
+    parallel = 1 if parallel in (None, "stacked") else parallel
     _check_counts(trials, parallel)
     if "method" in options:
         raise ConfigError("Tuning takes methods=[...] instead of method.")
