@@ -95,7 +95,7 @@ METHODS = {
     "fedavg+qsgd": {},
     "fedbabu": {"sampling": "power-of-choice:4"},
     "fedgen+fedavg": {},
-    "dp:epsilon=8": {"sampling": "poisson"},
+    "dp:epsilon=8,adaptive=false": {"sampling": "poisson"},
     "dpsgd:epsilon=8": {},
 }
 
@@ -116,7 +116,7 @@ def test_runs_together_have_the_numbers_of_single_runs(method, tmp_path, joint, 
         {"precision": "fp32", "model": "cnn"},
         {"network": {"delay": "lognormal:1,1"}, "rounds": 4},
         {"network": {"drop": 0.5}},
-        {"attack": {"kind": "label-flip", "fraction": 0.4, "from_round": 2}},
+        {"attack": {"kind": "labelflip", "share": 0.4, "from_round": 2}},
         {"model": "cnn", "augment": True},
         {"early_stopping": 1, "rounds": 6, "lr": 0.5, "holdout": 0.3},
         {"lr_schedule": "cosine", "optimizer": "adam"},
@@ -146,9 +146,9 @@ def test_clients_of_unequal_size_of_several_runs_are_trained_together(joint):
             assert_close(row["loss"], wanted["loss"], TRAINING)
 
 
-@pytest.mark.parametrize("method", ["fedala", "center", "vhl:images=40"])
+@pytest.mark.parametrize("method", ["fedala", "center", "vhl:per_class=2"])
 def test_what_cannot_be_trained_together_is_trained_as_before(method, tmp_path, joint):
-    options = {"model": "cnn"} if method.startswith("vhl") else {}
+    options = {"fedala": {}, "center": {"server_data": 50}}.get(method, {"model": "cnn"})
     compare(tmp_path / "separate", method, 1, **options)
     compare(tmp_path / "stacked", method, "stacked", **options)
     assert not joint

@@ -92,15 +92,14 @@ def test_which_runs_are_trained_together(monkeypatch):
     for engine in ("auto", "inline"):
         with pytest.raises(ConfigError, match="Set engine=vectorized"):
             together("stacked", engine=engine)
-    monkeypatch.setattr("unskew.runs.parallel.pick_device", lambda name: torch.device("cuda"))
-    on_gpu = {
-        (parallel, engine): together(parallel, engine=engine) for parallel in (None, 1) for engine in ("auto", "inline")
-    }
-    assert on_gpu == {(None, "auto"): True, (None, "inline"): False, (1, "auto"): False, (1, "inline"): False}
-    assert (
-        num_parallel_runs("auto", [experiment({})] * 2, 100) == num_parallel_runs(None, [experiment({})] * 2, 100) == 1
-    )
-    assert not together(None, ray={"address": "10.0.0.1:6379"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not together(None, engine="vectorized")
+    on_gpu = [
+        together(parallel, engine=engine, device="cuda") for parallel in (None, 1) for engine in ("auto", "inline")
+    ]
+    assert on_gpu == [True, False, False, False]
+    assert [num_parallel_runs(parallel, [experiment({})] * 2, 100) for parallel in ("auto", None)] == [1, 1]
+    assert not together(None, device="cuda", ray={"address": "10.0.0.1:6379"})
 
 
 def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, monkeypatch):

@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
 from unskew.engines.cpu import check_may_start_processes, default_torch_modes, may_start_processes, num_cores
@@ -93,14 +95,16 @@ def stacks_runs(parallel: int | str | None, configs: Sequence[Experiment]) -> bo
     """
     if parallel not in (None, "auto", STACKED):
         return False
-    kinds = {config.device: pick_device(config.device).type for config in configs}
-    on_gpu = [
-        config.engine == "auto" and config.ray.address is None and kinds[config.device] != "cpu" for config in configs
-    ]
-    possible = all(auto or config.engine == "vectorized" for auto, config in zip(on_gpu, configs, strict=True))
-    if parallel == STACKED and not possible:
+    available = torch.cuda.is_available()
+    possible = []
+    on_cuda = True
+    for config in configs:
+        cuda = available and (config.device == "auto" or config.device.startswith("cuda"))
+        on_cuda = on_cuda and cuda
+        possible.append(config.engine == "vectorized" or (cuda and config.engine == "auto" and not config.ray.address))
+    if parallel == STACKED and not all(possible):
         raise ConfigError("parallel=stacked trains several runs with the engine vectorized. Set engine=vectorized.")
-    return possible and (parallel == STACKED or all(kind == "cuda" for kind in kinds.values()))
+    return all(possible) and (parallel == STACKED or on_cuda)
 
 
 def num_parallel_runs(parallel: int | str | None, configs: Sequence[Experiment], size: int) -> int:
