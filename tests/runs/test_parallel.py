@@ -20,7 +20,7 @@ from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.engines.stacked import JointEngine
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.parallel import SMALL, num_parallel_runs, read_parallel, run_jobs, stacks_runs
+from unskew.runs.parallel import SMALL, num_parallel_jobs, num_parallel_runs, read_parallel, run_jobs, stacks_runs
 from unskew.runs.process_pool import Job
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -100,6 +100,12 @@ def test_which_runs_are_trained_together(monkeypatch):
     assert on_gpu == [True, False, False, False]
     assert [num_parallel_runs(parallel, [experiment({})] * 2, 100) for parallel in ("auto", None)] == [1, 1]
     assert not together(None, device="cuda", ray={"address": "10.0.0.1:6379"})
+
+
+def test_jobs_that_train_several_runs_are_not_stacked():
+    assert [num_parallel_jobs(parallel, 3) for parallel in (None, 1, 2)] == [1, 1, 2]
+    with pytest.raises(ConfigError, match="parallel=stacked is not possible here"):
+        num_parallel_jobs("stacked", 3)
 
 
 def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, monkeypatch):

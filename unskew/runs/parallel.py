@@ -149,7 +149,7 @@ def num_parallel_jobs(parallel: int | str | None, jobs: int) -> int:
     """Return the number of small jobs that run at the same time.
 
     Args:
-        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster; otherwise one.
+        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster; None for one.
         jobs: Number of jobs.
 
     Raises:
@@ -158,7 +158,11 @@ def num_parallel_jobs(parallel: int | str | None, jobs: int) -> int:
     check_parallel(parallel)
     if isinstance(parallel, str) and "@" in parallel:
         return run_on_cluster(parallel, jobs, small=True)
-    return min(num_cores() if parallel == "auto" else parallel if isinstance(parallel, int) else 1, jobs)
+    if parallel == STACKED:
+        raise ConfigError(
+            "parallel=stacked is not possible here: parallel is a number of jobs that each train several runs."
+        )
+    return min(num_cores() if isinstance(parallel, str) else parallel or 1, jobs)
 
 
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
