@@ -96,7 +96,7 @@ METHODS = {
     "fedbabu": {"sampling": "power-of-choice:4"},
     "fedgen+fedavg": {},
     "dp:epsilon=8,adaptive=false": {"sampling": "poisson"},
-    "dpsgd:epsilon=8": {},
+    "dpsgd:epsilon=8": {"model": "logistic", "rounds": 2},
 }
 
 
@@ -146,9 +146,9 @@ def test_clients_of_unequal_size_of_several_runs_are_trained_together(joint):
             assert_close(row["loss"], wanted["loss"], TRAINING)
 
 
-@pytest.mark.parametrize("method", ["fedala", "center", "vhl:per_class=2"])
+@pytest.mark.parametrize("method", ["knnper", "center", "vhl:per_class=2"])
 def test_what_cannot_be_trained_together_is_trained_as_before(method, tmp_path, joint):
-    options = {"fedala": {}, "center": {"server_data": 50}}.get(method, {"model": "cnn"})
+    options = {"knnper": {}, "center": {"server_data": 50}}.get(method, {"model": "cnn"})
     compare(tmp_path / "separate", method, 1, **options)
     compare(tmp_path / "stacked", method, "stacked", **options)
     assert not joint
