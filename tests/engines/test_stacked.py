@@ -96,7 +96,7 @@ METHODS = {
     "fedbabu": {"sampling": "power-of-choice:4"},
     "fedgen+fedavg": {},
     "dp:epsilon=8,adaptive=false": {"sampling": "poisson"},
-    "dpsgd:epsilon=8": {"model": "logistic", "rounds": 2},
+    "dpsgd:noise=1": {"model": "logistic", "rounds": 2},
 }
 
 
@@ -389,7 +389,7 @@ def test_stacked_clients_are_the_clients_without_a_copy():
     assert isinstance(parts[0], DrawnClients)
 
 
-@pytest.mark.parametrize("method", ["fedavg", "fedcog:start_round=1,g_steps=2,n=6", "dpsgd:epsilon=8"])
+@pytest.mark.parametrize("method", ["fedavg", "fedcog:start_round=1,g_steps=2,n=6", "dpsgd:noise=1"])
 def test_data_in_one_array_give_the_same_numbers(method, tmp_path, monkeypatch, joint, one_key):
     """The form of data on a GPU, here on the CPU."""
     options = {"model": "cnn", "augment": method == "fedavg"}
