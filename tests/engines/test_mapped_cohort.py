@@ -48,7 +48,7 @@ def trained(monkeypatch):
             engines.append(VectorizedEngine(setup, None, form, RecordedOperators if recorded else None))
             return engines[-1]
 
-        monkeypatch.setattr("unskew.engines.registry.VectorizedEngine", create)
+        monkeypatch.setattr("unskew.engines.registry.make_vectorized", create)
         monkeypatch.setattr(VectorizedEngine, "sums", SUMS if sums else False)
         torch.manual_seed(0)
         given = {"rounds": 5, "local_steps": 4, "batch_size": 4, "lr": 0.05, "precision": "fp64", **small_budget(name)}

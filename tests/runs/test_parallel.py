@@ -18,8 +18,18 @@ from unskew.config.loader import experiment
 from unskew.data.federation import ArrayClients
 from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
+from unskew.engines.stacked import JointEngine
 from unskew.errors import ConfigError, EngineError
-from unskew.runs.parallel import SMALL, num_parallel_runs, num_runs_per_card, read_parallel, run_jobs, run_jobs_here
+from unskew.runs.parallel import (
+    SMALL,
+    num_parallel_jobs,
+    num_parallel_runs,
+    num_runs_per_card,
+    read_parallel,
+    run_jobs,
+    run_jobs_here,
+    stacks_runs,
+)
 from unskew.runs.process_pool import Job
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -113,6 +123,51 @@ def test_auto_shares_a_card_only_among_small_models(monkeypatch):
     assert [at_once(*card), at_once(*card, engine="vectorized"), at_once("cuda", "cuda")] == [5, 5, 2]
     assert [at_once(*card, size=SMALL + 1), at_once(*card, workers=2), at_once("cuda:0", "cuda:1")] == [1, 1, 1]
     assert at_once("cpu", "cpu", engine="vectorized") == 1
+
+
+def test_which_runs_are_trained_together(monkeypatch):
+    def together(parallel, **options):
+        return stacks_runs(parallel, [experiment({"device": "cpu", **options})] * 2)
+
+    on_cpu = {parallel: together(parallel, engine="vectorized") for parallel in (None, "auto", "stacked", 1, 2)}
+    assert on_cpu == {None: False, "auto": False, "stacked": True, 1: False, 2: False}
+    for engine in ("auto", "inline"):
+        with pytest.raises(ConfigError, match="Set engine=vectorized"):
+            together("stacked", engine=engine)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert not together(None, engine="vectorized")
+    on_gpu = [
+        together(parallel, engine=engine, device="cuda") for parallel in (None, 1) for engine in ("auto", "inline")
+    ]
+    assert on_gpu == [True, False, False, False]
+    assert [num_parallel_runs(parallel, [experiment({})] * 2, 100) for parallel in ("auto", None)] == [1, 1]
+    assert not together(None, device="cuda", ray={"address": "10.0.0.1:6379"})
+
+
+def test_jobs_that_train_several_runs_are_not_stacked():
+    assert [num_parallel_jobs(parallel, 3) for parallel in (None, 1, 2)] == [1, 1, 2]
+    with pytest.raises(ConfigError, match="parallel=stacked is not possible here"):
+        num_parallel_jobs("stacked", 3)
+
+
+def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, monkeypatch):
+    joint, train = [], JointEngine.train_cohorts
+    monkeypatch.setattr(
+        JointEngine, "train_cohorts", lambda self, cohorts: joint.append(len(cohorts)) or train(self, cohorts)
+    )
+    alone, told = small_table(tmp_path / "alone", 1, [0, 1], "mlp", "vectorized")
+    assert not joint
+    assert small_table(tmp_path / "together", "stacked", [0, 1], "mlp", "vectorized") == (alone, told)
+    assert set(joint) == {2}
+
+
+def test_stacked_needs_the_engine_vectorized_before_anything_is_run(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    outcome = call(capsys, "compare", "fedavg", *TINY, "--out", "a", "--parallel", "stacked")
+    assert (outcome.code, "Set engine=vectorized" in outcome.err, Path("a").exists()) == (2, True, False)
+    options = (*TINY, "--engine", "vectorized", "--no-references", "--out", "b")
+    assert call(capsys, "compare", "fedavg", *options, "--parallel", "stacked").code == 0
+    assert [len(metrics(folder)) for folder in Path("b").glob("*/seed-*")] == [3, 3]
 
 
 def echo(given, number, callbacks):

@@ -4,7 +4,7 @@ from unskew.reproduction.preset import load_preset
 from unskew.reproduction.sweep import Sweep
 
 
-def small_table(place, parallel, seeds, model):
+def small_table(place, parallel, seeds, model, engine="inline"):
     """Accuracies of two rows that share their first rounds, and what was told of, sorted."""
     told = []
 
@@ -12,7 +12,7 @@ def small_table(place, parallel, seeds, model):
         told.append(title)
         return []
 
-    settings = {"engine": "inline", "model": model, "local_steps": 3}
+    settings = {"engine": engine, "model": model, "local_steps": 3}
     rows = ["FedAvg", "FedCOG"]
     made = Sweep(
         load_preset("fedcog/table-1"), "smoke", place / "runs", place / "results", settings, rows, None, follow

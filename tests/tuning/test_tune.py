@@ -15,9 +15,11 @@ import numpy as np
 import pytest
 import torch
 from support.running import Process, call, metrics
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.config.loader import experiment, load_yaml
+from unskew.engines.stacked import JointEngine
 from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.option_parsing import option_defaults
@@ -193,6 +195,23 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert found.tuned["ditto"].judged_by == "validation accuracy of personal models"
     assert "needs 10 completed trials" in one.importance
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
+
+
+def test_fresh_seeds_of_a_method_are_trained_together(monkeypatch):
+    joint, train = [], JointEngine.train_cohorts
+    monkeypatch.setattr(
+        JointEngine, "train_cohorts", lambda self, cohorts: joint.append(len(cohorts)) or train(self, cohorts)
+    )
+    options = {"methods": ["fedavg"], "trials": 2, "seeds": 2, "references": False, "data": "digits", "clients": 3}
+    options |= {**TINY, "engine": "vectorized", "device": "cpu", "precision": "fp64"}
+    alone, together = (unskew.tune(**options, parallel=parallel) for parallel in (1, "stacked"))
+    assert joint == [2, 2]
+    assert together.tuned == alone.tuned
+    losses = [[row["loss"] for row in rows] for rows in alone.comparison.histories["fedavg"]]
+    for rows, wanted in zip(together.comparison.histories["fedavg"], losses, strict=True):
+        assert_close([row["loss"] for row in rows], wanted, TRAINING)
+    with pytest.raises(ConfigError, match="Set engine=vectorized"):
+        unskew.tune(**{**options, "engine": "inline"}, parallel="stacked")
 
 
 def test_references_are_tuned_with_as_many_trials_and_compared_with_their_own_options():

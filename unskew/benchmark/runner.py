@@ -144,7 +144,7 @@ class SuiteRuns:
                 total += runs * cost.seconds["fedavg"]
         return total / max(1, at_once), unknown
 
-    def carry_out(self, units: Sequence[Unit], parallel: int | str = 1) -> Iterator[tuple[Unit, str | None]]:
+    def carry_out(self, units: Sequence[Unit], parallel: int | str | None = None) -> Iterator[tuple[Unit, str | None]]:
         """Run units and store their outcomes. A unit that fails does not stop the others.
 
         Args:

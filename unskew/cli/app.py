@@ -123,7 +123,7 @@ def compare(
     sets: Sets = None,
     out: Path | None = None,
     again: Annotated[bool, typer.Option("--resume")] = False,
-    parallel: Parallel = "1",
+    parallel: Parallel = None,
     references: References = None,
     budget: Annotated[float | None, typer.Option(metavar="MINUTES")] = None,
     leave_out: Annotated[bool, typer.Option("--leave-one-out")] = False,

@@ -114,7 +114,9 @@ def benchmark(
         )
 
 
-def _run(runs: SuiteRuns, todo: list[Unit], at_once: int | str, results: Path, console: Console) -> dict[Unit, str]:
+def _run(
+    runs: SuiteRuns, todo: list[Unit], at_once: int | str | None, results: Path, console: Console
+) -> dict[Unit, str]:
     """Run units with a progress bar, and return the errors of those that failed."""
     from unskew.cli.progress import make_progress
 

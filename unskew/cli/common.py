@@ -55,11 +55,12 @@ References = Annotated[
     ),
 ]
 Parallel = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--parallel",
-        metavar="N|auto",
-        help="Number of concurrent runs, each in a process; N@HOST:PORT on a Ray cluster.",
+        metavar="N|auto|stacked",
+        help="Number of concurrent runs, each in a process; N@HOST:PORT on a Ray cluster; stacked: train seeds together "
+        "with the engine vectorized, the default on a GPU (1 switches it off).",
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -44,7 +44,7 @@ def reproduce(
     device: Device = None,
     runs: Path = Path("runs/reproduce"),
     results: Path = Path("results/runs"),
-    parallel: Parallel = "1",
+    parallel: Parallel = None,
     minutes: float | None = None,
     show: bool = False,
     plot: Path | None = None,
@@ -174,7 +174,7 @@ def _study(
     show: bool,
     plot: Path | None,
     as_json: bool,
-    parallel: int | str,
+    parallel: int | str | None,
 ) -> None:
     """Run a preset that is implemented as a custom study."""
     from unskew.cli.progress import make_progress

@@ -48,7 +48,7 @@ def tune(
     ] = None,
     space: list[str] | None = None,
     pruning: bool = True,
-    parallel: Annotated[str, typer.Option(metavar="N")] = "1",
+    parallel: Annotated[str | None, typer.Option(metavar="N|stacked")] = None,
     references: References = None,
     config: ConfigFile = None,
     sets: Sets = None,
@@ -64,7 +64,8 @@ def tune(
         trials: Number of trials per method.
         space: lr=0.001:0.3:log, fedprox.mu=0.01|0.1, batch_size=32, or a .yaml file. Repeatable.
         pruning: Stop trials early if they are worse than most.
-        parallel: Processes that run trials, or N@HOST:PORT on a Ray cluster.
+        parallel: Processes that run trials, or N@HOST:PORT on a Ray cluster; stacked: train the fresh seeds together with
+            the engine vectorized, the default on a GPU (1 switches it off).
         out: Output folder (default: runs/tune-DATA).
         again: Continue the study in --out, also in parallel with another process.
     """
@@ -98,7 +99,9 @@ def tune(
             search_space=spaces,
             out=folder,
             resume=again,
-            parallel=int(parallel) if parallel.isdecimal() and len(parallel) < 10 else parallel,
+            parallel=int(parallel)
+            if parallel is not None and parallel.isdecimal() and len(parallel) < 10
+            else parallel,
             pruning=pruning,
             references=references,
             callback_factory=follow,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral
@@ -39,7 +39,7 @@ from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
-from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs
+from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs, run_stacked, stacks_runs
 from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
@@ -57,7 +57,7 @@ def compare(
     resume: bool = False,
     callback_factory: Callable[[str, int, Experiment], Sequence[Callback]] | None = None,
     overrides: Mapping[str, Mapping[str, Any]] | None = None,
-    parallel: int | str = 1,
+    parallel: int | str | None = None,
     references: bool | None = None,
     budget_minutes: float | None = None,
     on_estimate: Callable[[str], None] | None = None,
@@ -77,7 +77,8 @@ def compare(
         overrides: Fields that differ for single methods, by method expression: ``{"fedavg": {"lr": 0.1}}``; no data
             fields.
         parallel: Number of concurrent runs, each in its own process; ``auto`` chooses it from cores and model size. On
-            a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all nodes can access.
+            a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all nodes can access. ``"stacked"`` trains the clients of
+            a method's seeds together, with the engine ``vectorized``; None does so on a GPU.
         references: Whether to add the unranked rows ``pooled`` (centralized training on the data of all clients) and
             ``local`` (each client alone); those that do not fit are omitted with a note. None means True.
         budget_minutes: Maximum estimated time; a longer comparison raises ``ConfigError``.
@@ -120,11 +121,12 @@ def compare(
             plan, left_out = plan.with_references(data)
         if folder is not None:
             _plot_clients(data, which[0], folder)
-        at_once = num_parallel_runs(parallel, list(plan.configs.values()), size)
+        configs = list(plan.configs.values())
+        stacked, at_once = stacks_runs(parallel, configs), num_parallel_runs(parallel, configs, size)
         if budget_minutes is not None or on_estimate is not None:
             on_cluster = isinstance(parallel, str) and "@" in parallel
             _report_estimate(plan, data, None if on_cluster else at_once, budget_minutes, on_estimate)
-        result = _collect(plan, plan.execute(at_once, callbacks), tuple(left_out))
+        result = _collect(plan, plan.execute(at_once, callbacks, stacked), tuple(left_out))
         result = replace(result, target=default_target(result.ranked.values()) if target is None else target)
         if folder is not None:
             result.plot(folder / "convergence.png")
@@ -237,13 +239,14 @@ class ComparisonPlan:
         return replace(self, methods=self.methods | added, overrides=overrides), left_out
 
     def execute(
-        self, at_once: int, callbacks: Callable[[str, int], Sequence[Callback]]
+        self, at_once: int, callbacks: Callable[[str, int], Sequence[Callback]], stacked: bool = False
     ) -> Iterator[tuple[str, int, RunRecords]]:
         """Run all methods, seed by seed; finished runs are read and interrupted ones resumed.
 
         Args:
             at_once: Number of concurrent runs; with more than one, all runs finish before the first yield.
             callbacks: Returns the callbacks of a run for its method and seed.
+            stacked: Whether the seeds of a method are trained together; all runs then finish before the first yield.
 
         Yields:
             Method, seed and records of each run.
@@ -256,8 +259,16 @@ class ComparisonPlan:
         def pool_callbacks(name: str, seed: int) -> Sequence[Callback]:
             return [*callbacks(name, seed), *notebook_progress()]
 
-        jobs = [Job(key, run_or_resume, arguments(*key), partial(pool_callbacks, *key)) for key in self.configs]
-        finished = dict(run_jobs(jobs, at_once, given)) if run_in_pool(at_once) else {}
+        follow = callbacks if stacked else pool_callbacks
+        jobs = {key: Job(key, run_or_resume, arguments(*key), partial(follow, *key)) for key in self.configs}
+        finished: dict[Hashable, RunRecords] = {}
+        if stacked:
+            groups = [[(name, seed) for seed in self.seeds] for name in self.methods]
+            finished = dict(
+                run_stacked([(self.configs[group[0]], [jobs[key] for key in group]) for group in groups], given)
+            )
+        elif run_in_pool(at_once):
+            finished = dict(run_jobs(list(jobs.values()), at_once, given))
         for name, seed in self.configs:
             run = finished.get((name, seed))
             if run is None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.shared_copies import shared_copy
 from unskew.data.spec import DataSpec
 
 RECENT = 16 << 20
@@ -70,6 +73,8 @@ class ArrayClients(Sequence[ClientData]):
     """
 
     mapped = False
+    in_array = True
+    """Whether ``take`` reads the inputs from one array."""
 
     def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
         self.x = x
@@ -93,6 +98,14 @@ class ArrayClients(Sequence[ClientData]):
         if not 0 <= k < len(self):
             raise IndexError(f"There is no client {k}; this federation has {len(self)} clients.")
         return int(self.offsets[k]), int(self.splits[k]), int(self.offsets[k + 1])
+
+    def indexed(self) -> IndexedRows:
+        """Return the array that contains the inputs, with the row of each sample."""
+        return IndexedRows(self.x, torch.arange(len(self.y), device=self.y.device), self.offsets)
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the inputs of some samples, numbered client by client, on the device of the data."""
+        return take_rows(self.x, rows)
 
     def inputs(self) -> Iterator[Tensor]:
         """Iterate over the inputs of all clients in order, in chunks, so that they need not be copied all at once."""
@@ -120,6 +133,7 @@ class DrawnClients(ArrayClients):
     """
 
     source: tuple[DataSpec, int] | None = None
+    in_array = False
 
     def __init__(
         self, rows: Rows, like: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray, mapped: bool = False
@@ -180,7 +194,94 @@ class DrawnClients(ArrayClients):
         """Move the clients to a device. Memory-mapped inputs stay in their files and are moved batch by batch."""
         if self.mapped:
             return self
+        if isinstance(self.rows, IndexedRows):
+            x = shared_copy(self.rows.x, device)
+            rows = IndexedRows(x, self.rows.rows.to(device), self.offsets)
+            return IndexedClients(rows, x[:1], self.y.to(device), self.offsets, self.splits)
         return ArrayClients(self.gathered(device), self.y.to(device), self.offsets, self.splits)
+
+
+@dataclass(frozen=True)
+class IndexedRows:
+    """Inputs of clients in one array.
+
+    Attributes:
+        x: Inputs of all clients.
+        rows: Indices into ``x``, client by client.
+        offsets: Start of each client's indices in ``rows``, ``[K + 1]``.
+    """
+
+    x: Tensor
+    rows: Tensor
+    offsets: np.ndarray
+
+    def __call__(self, k: int, start: int, stop: int) -> Tensor:
+        """Return the inputs ``start:stop`` of client ``k``.
+
+        Args:
+            k: Client index.
+            start: First sample of the client to return.
+            stop: End of the range, exclusive.
+        """
+        return take_rows(self.x, self.rows[self.offsets[k] + start : self.offsets[k] + stop])
+
+    def several(self, first: int, last: int) -> Tensor:
+        """Return all inputs of the clients ``first:last``, client by client.
+
+        Args:
+            first: First client.
+            last: End of the range, exclusive.
+        """
+        return take_rows(self.x, self.rows[self.offsets[first] : self.offsets[last]])
+
+
+class IndexedClients(DrawnClients):
+    """Clients whose inputs are rows of an array on the training device, which the clients of other runs share."""
+
+    in_array = True
+    rows: IndexedRows
+
+    def indexed(self) -> IndexedRows:
+        """Return the array that contains the inputs, with the row of each sample."""
+        return self.rows
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the inputs of some samples, numbered client by client, on the device of the data."""
+        return take_rows(self.rows.x, self.rows.rows[rows])
+
+
+class StackedClients(Sequence[ClientData]):
+    """Clients of several federations, one federation after another."""
+
+    def __init__(self, sources: Sequence[Sequence[ClientData]]):
+        self.sources = sources
+        self.ends = list(accumulate(map(len, sources)))
+
+    def __len__(self) -> int:
+        return self.ends[-1]
+
+    def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
+        which = bisect_right(self.ends, k)
+        source = self.sources[which]
+        return source[k - self.ends[which] + len(source)]
+
+
+def stack_clients(sources: Sequence[Sequence[ClientData]]) -> Sequence[ClientData]:
+    """Return the clients of several federations, one federation after another, without a copy of their inputs.
+
+    Args:
+        sources: Clients of each federation.
+    """
+    arrays = [clients for clients in sources if isinstance(clients, ArrayClients) and clients.in_array]
+    parts = [clients.indexed() for clients in arrays]
+    if len(parts) < len(sources) or any(part.x is not parts[0].x for part in parts):
+        return StackedClients(sources)
+    starts = [0, *accumulate(len(clients.y) for clients in arrays)]
+    offsets = [clients.offsets[:-1] + start for clients, start in zip(arrays, starts, strict=False)]
+    splits = [clients.splits + start for clients, start in zip(arrays, starts, strict=False)]
+    bounds = np.concatenate([*offsets, starts[-1:]])
+    rows = IndexedRows(parts[0].x, torch.cat([part.rows for part in parts]), bounds)
+    return IndexedClients(rows, rows.x[:1], torch.cat([c.y for c in arrays]), bounds, np.concatenate(splits))
 
 
 class _LazyClient(ClientData):

@@ -30,6 +30,7 @@ from unskew.data.from_arrays import (
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
+from unskew.data.shared_copies import shared_copy
 from unskew.data.target_scaling import fit_target_scaling
 from unskew.data.validation import check_targets, validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
@@ -172,8 +173,8 @@ class Federation:
         x, y = self.test
         clients = self.clients
         if isinstance(clients, ArrayClients):
-            clients = clients.to(device)
-        return replace(self, clients=clients, test=(x.to(device), y.to(device)))
+            clients = shared_copy(clients, device)
+        return replace(self, clients=clients, test=(shared_copy(x, device), y.to(device)))
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return samples per client and class ``[K, C]`` and the class names; without labels, per text group."""

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from unskew.data.clients import DrawnClients, take_rows
+from unskew.data.clients import DrawnClients, IndexedRows, take_rows
 from unskew.data.federation import Federation, ServerData
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
@@ -139,7 +139,7 @@ class PartitionedSource:
             y, test = scaled(y), replace(test, y=scaled(test.y))
             at_server = None if at_server is None else replace(at_server, y=scaled(at_server.y))
         in_file = locate_tensor(train.x) is not None
-        clients = DrawnClients(PartitionedRows(train.x, rows, offsets), train.x[:1], y, offsets, self.splits, in_file)
+        clients = DrawnClients(IndexedRows(train.x, rows, offsets), train.x[:1], y, offsets, self.splits, in_file)
         clients.source = self.named, self.seed
         return Federation(
             clients=clients,
@@ -160,40 +160,6 @@ class PartitionedSource:
             stats_traffic=known.traffic,
             missing=missing,
         )
-
-
-@dataclass(frozen=True)
-class PartitionedRows:
-    """Inputs of clients in one array.
-
-    Attributes:
-        x: Inputs of all clients.
-        rows: Indices into ``x``, client by client.
-        offsets: Start of each client's indices in ``rows``, ``[K + 1]``.
-    """
-
-    x: Tensor
-    rows: Tensor
-    offsets: np.ndarray
-
-    def __call__(self, k: int, start: int, stop: int) -> Tensor:
-        """Return the inputs ``start:stop`` of client ``k``.
-
-        Args:
-            k: Client index.
-            start: First sample of the client to return.
-            stop: End of the range, exclusive.
-        """
-        return take_rows(self.x, self.rows[self.offsets[k] + start : self.offsets[k] + stop])
-
-    def several(self, first: int, last: int) -> Tensor:
-        """Return all inputs of the clients ``first:last``, client by client.
-
-        Args:
-            first: First client.
-            last: End of the range, exclusive.
-        """
-        return take_rows(self.x, self.rows[self.offsets[first] : self.offsets[last]])
 
 
 def rows_per_value(

@@ -20,8 +20,8 @@ from unskew.secret_draws import SecretKey
 from unskew.tasks.base import Task
 
 
-def ignore_retries(clients: int) -> None:
-    """Ignore the number of retries."""
+def ignore_count(count: float) -> None:
+    """Ignore a number."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class EngineConfig:
         stall_warning_seconds: Warn through ``warn`` after this many seconds without a reply from any worker.
         warn: Called with warnings for the user.
         retried: Called with the number of clients that are trained again because a worker or a node died.
+        waited: Called with the seconds that the run waited for others, with which it is trained together.
         plan: Schedule of the run.
         keeps_encoded: Whether updates keep their encoded streams, which a site sends.
         graphs: Whether ``vectorized`` records steps as CUDA graphs.
@@ -58,11 +59,20 @@ class EngineConfig:
     common: dict[str, Tensors] = field(default_factory=dict)
     stall_warning_seconds: float = 600.0
     warn: Callable[[str], None] = warnings.warn
-    retried: Callable[[int], None] = ignore_retries
+    retried: Callable[[int], None] = ignore_count
+    waited: Callable[[float], None] = ignore_count
     plan: RoundPlan = field(default_factory=RoundPlan)
     keeps_encoded: bool = False
     graphs: bool = True
     secret: SecretKey | None = None
+
+    def run_of(self, client: int) -> int:
+        """Return the index of the run of a client, if several are trained together."""
+        return 0
+
+    def origin(self, broadcast: Broadcast) -> tuple[EngineConfig, Broadcast]:
+        """Return the configuration of a client's run, and the broadcast with the client's number in that run."""
+        return self, broadcast
 
     def batch_plan(self, round: int, client: int) -> BatchPlan:
         """Draw the batches of a client in a round.

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.augment import crop_and_flip
-from unskew.data.clients import ArrayClients, DrawnClients, take_rows
+from unskew.data.clients import ArrayClients, take_rows
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import PADDING, BatchPlan
 from unskew.engines.device import send
@@ -48,7 +48,7 @@ class GroupBatches:
     def __init__(self, setup: EngineConfig, numbers: Sequence[int], plans: Sequence[BatchPlan]):
         source = setup.federation.clients
         self.device = setup.device
-        self.shared = source if isinstance(source, ArrayClients) and not isinstance(source, DrawnClients) else None
+        self.shared = source if isinstance(source, ArrayClients) and source.in_array else None
         self.clients = [] if self.shared is not None else [source[number] for number in numbers]
         data_device = self.clients[0].y.device if self.shared is None else self.shared.y.device
         if self.shared is None:
@@ -133,7 +133,7 @@ class GroupBatches:
     def stored_batch(self, group: StepGroup) -> tuple[Tensor, Tensor]:
         """Return the stored inputs ``[k B, ...]`` of a group, and the targets ``[k, B, ...]`` on the device."""
         if self.shared is not None and group.rows is not None:
-            x, y = take_rows(self.shared.x, group.rows), self.shared.y.index_select(0, group.rows)
+            x, y = self.shared.take(group.rows), self.shared.y.index_select(0, group.rows)
         else:
             chosen = [(self.clients[k], index) for k, index in zip(group.clients, group.batches, strict=True)]
             x = torch.cat([take_rows(client.x, index) for client, index in chosen])

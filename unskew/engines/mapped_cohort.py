@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from unskew.data.augment import crop_and_flip
-from unskew.data.clients import take_rows
 from unskew.engines import optimizers
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import PADDING
@@ -141,8 +140,10 @@ class CohortSteps:
         written, deltas = mapped(one, (dims, 0, 0, 0, 0), stacked, b, carries, v, deltas)
         return written, deltas
 
-    def summed(self, results: Tree, stacked: dict[str, Any], b: Tensor, v: Tensor, losses: Tensor) -> Tree:
-        """Return the sums that the server needs, without the clients whose numbers are not finite.
+    def summed(
+        self, results: Tree, stacked: dict[str, Any], b: Tensor, v: Tensor, losses: Tensor, parts: Sequence[slice]
+    ) -> Tree:
+        """Return the sums that servers need, without the clients whose numbers are not finite.
 
         Args:
             results: State and upload of each rule, and the updates, see ``end``.
@@ -150,10 +151,11 @@ class CohortSteps:
             b: Buffers after training, ``[k, m]``.
             v: Parameters after training, ``[k, d]``.
             losses: Mean losses, ``[k]``.
+            parts: Clients of each sum.
 
         Returns:
-            Weighted sums of updates ``[d]`` and buffers ``[m]``; sums of the uploads, and states ``[k, ...]``, by rule; and
-            losses, and whether all numbers are finite, ``[2, k]``.
+            For each part, the weighted sums of updates ``[d]`` and buffers ``[m]``, and the sums of the uploads by rule; the
+            states by rule ``[k, ...]``; and losses, and whether all numbers are finite, ``[2, k]``.
         """
         written, deltas = results
         leaves = [leaf.reshape(len(v), -1) for leaf in pytree.tree_leaves((deltas, b, v, written)) if leaf.numel()]
@@ -165,10 +167,17 @@ class CohortSteps:
 
         rules = [rule.name for rule in self.setup.rules]
         state = {name: kept for name, (kept, _) in zip(rules, written, strict=True)}
-        uploads = zip(rules, (sent for _, sent in written), strict=True)
-        upload = {name: {n: usable(t).sum(0, dtype=t.dtype) for n, t in sent.items()} for name, sent in uploads}
-        report = torch.stack([losses, finite.to(losses.dtype)])
-        return weights @ usable(deltas), weights @ usable(b), upload, state, report
+        uploads = {name: pytree.tree_map(usable, sent) for name, (_, sent) in zip(rules, written, strict=True)}
+        deltas, b = usable(deltas), usable(b)
+        sums = [
+            (
+                weights[part] @ deltas[part],
+                weights[part] @ b[part],
+                pytree.tree_map(lambda rows, part=part: rows[part].sum(0, dtype=rows.dtype), uploads),
+            )
+            for part in parts
+        ]
+        return sums, state, torch.stack([losses, finite.to(losses.dtype)])
 
     def batch(self, stored: Tensor, y: Tensor, step: Tensor, keys: Tensor) -> Batch:
         """Return the batches of a step.
@@ -195,7 +204,7 @@ class MappedCohort:
         round: Number of the round, from 0.
         stacked: Training inputs of the clients.
         dims: Training inputs with a client axis.
-        count: Number of clients.
+        parts: Clients of each run, one after another.
 
     Attributes:
         v: Parameters, ``[k, d]``.
@@ -208,8 +217,11 @@ class MappedCohort:
     carries: list[Tensors]
     state: Tensors
 
-    def __init__(self, steps: CohortSteps, round: int, stacked: dict[str, Any], dims: dict[str, Any], count: int):
-        self.steps, self.round, self.stacked, self.dims, self.count = steps, round, stacked, dims, count
+    def __init__(
+        self, steps: CohortSteps, round: int, stacked: dict[str, Any], dims: dict[str, Any], parts: Sequence[slice]
+    ):
+        self.steps, self.round, self.stacked, self.dims, self.parts = steps, round, stacked, dims, parts
+        count = self.count = parts[-1].stop
         self.b, self.keys = self.rows("b_global"), self.rows("key")
         self.total = torch.zeros(count, dtype=stacked["v_global"].dtype, device=steps.setup.device)
 
@@ -270,7 +282,7 @@ class MappedCohort:
         Args:
             v_sent: Broadcast model, ``[d]`` or ``[k, d]``.
         """
-        return self.steps.summed(self.end(v_sent), self.stacked, self.b, self.v, self.losses())
+        return self.steps.summed(self.end(v_sent), self.stacked, self.b, self.v, self.losses(), self.parts)
 
 
 class RecordedCohort(MappedCohort):
@@ -282,15 +294,22 @@ class RecordedCohort(MappedCohort):
         steps: Hooks and local steps.
         stacked: Training inputs of the clients in the first round.
         dims: Training inputs with a client axis.
-        count: Number of clients.
+        parts: Clients of each run, one after another.
         record: Records work.
     """
 
-    def __init__(self, steps: CohortSteps, stacked: dict[str, Any], dims: dict[str, Any], count: int, record: Recorder):
+    def __init__(
+        self,
+        steps: CohortSteps,
+        stacked: dict[str, Any],
+        dims: dict[str, Any],
+        parts: Sequence[slice],
+        record: Recorder,
+    ):
         self._given, self._given_dims, self.record = Static(stacked), dims, record
-        super().__init__(steps, 0, self._given.tree, dims, count)
+        super().__init__(steps, 0, self._given.tree, dims, parts)
         key: Tensor = self._given.tree["key"]
-        self.keys = key.expand(count) if dims["key"] is None else key
+        self.keys = key.expand(self.count) if dims["key"] is None else key
         self._fixed: dict[str, Static] = {}
         self._begin = Recording(self._run_begin, steps.setup.device)
         self._end = {summed: Recording(partial(self._run_end, summed), steps.setup.device) for summed in (False, True)}
@@ -384,7 +403,7 @@ class RecordedCohort(MappedCohort):
         args = self.dims, self.stacked, self.b, self.carries, self.v, self._fixed["sent"].tree
         results: Tree = self.steps.end(round, *args)
         if summed:
-            results = self.steps.summed(results, self.stacked, self.b, self.v, self.losses())
+            results = self.steps.summed(results, self.stacked, self.b, self.v, self.losses(), self.parts)
         self._keep("results", results)
 
 
@@ -419,7 +438,7 @@ class RecordedKind:
         cohort, steps = self.cohort, self.cohort.steps
         row = {name: column.index_select(0, self._next).squeeze(0) for name, column in self.table.tree.items()}
         data, index = steps.setup.federation.clients, row.get("positions")
-        x, y = take_rows(data.x, row["rows"]), data.y.index_select(0, row["rows"])  # type: ignore[attr-defined]
+        x, y = data.take(row["rows"]), data.y.index_select(0, row["rows"])  # type: ignore[attr-defined]
         if "offsets" in row:
             x = crop_and_flip(x, row["offsets"], row["flips"], PADDING)
         keys = select_rows(cohort.keys, index)

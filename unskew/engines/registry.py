@@ -11,7 +11,7 @@ from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.inline import InlineEngine
 from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.engines.processes import ProcessesEngine
-from unskew.engines.vectorized import VectorizedEngine
+from unskew.engines.stacked import make_vectorized
 from unskew.errors import ConfigError
 from unskew.plugins import ENGINES, find_plugin
 
@@ -70,7 +70,7 @@ def make_engine(
     if engine == "processes":
         return ProcessesEngine(setup, workers, clients_per_group)
     if engine == "vectorized":
-        return VectorizedEngine(setup)
+        return make_vectorized(setup)
     name, options = parse_engine(engine)
     create = find_plugin(ENGINES, "engine", name, BUILT_IN).load_callable()
     plugin_engine: Engine = create(setup, workers or None, clients_per_group, {**(ray or {}), **options})

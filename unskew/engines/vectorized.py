@@ -121,6 +121,11 @@ class VectorizedEngine:
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""
+        done = self.train_by_index(broadcasts)
+        return (done[index] for index in sorted(done))
+
+    def train_by_index(self, broadcasts: Sequence[Broadcast]) -> dict[int, Any]:
+        """Train a cohort and return its updates by the index of their broadcast, or sums by that of their first one."""
         groups: dict[Hashable, list[int]] = defaultdict(list)
         for index, broadcast in enumerate(broadcasts):
             groups[client_kind(broadcast)].append(index)
@@ -137,8 +142,8 @@ class VectorizedEngine:
                 for part in parts:
                     sent = [broadcasts[index] for index in part]
                     updates = [self.trainer.single.train(sent[0])] if width == 1 else self._mapped(sent)
-                    done.update(zip(part, updates, strict=len(updates) > 1))  # or one sum
-                return (done[index] for index in sorted(done))
+                    done.update(zip(part, updates, strict=True))
+                return {index: update for index, update in done.items() if update is not None}
             except torch.OutOfMemoryError:
                 if width == 1 or self.memory is None:
                     raise

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Hashable, Sequence
-from itertools import pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import torch
@@ -185,16 +185,20 @@ class GroupTrainer:
 
     def _prepared(self, broadcasts: Sequence[Broadcast], plans: list[BatchPlan]) -> tuple[MappedCohort, GroupBatches]:
         """Return clients of one kind, ready to train on the batches of their plans."""
-        setup, round, count = self.setup, broadcasts[0].round, len(broadcasts)
+        setup, round = self.setup, broadcasts[0].round
+        ends = list(
+            accumulate(len(list(own)) for _, own in groupby(broadcasts, lambda sent: setup.run_of(sent.client)))
+        )
+        parts = [slice(start, end) for start, end in pairwise([0, *ends])]
         batches = GroupBatches(setup, [broadcast.client for broadcast in broadcasts], plans)
         singly = [self.single.inputs_of(broadcast, plan) for broadcast, plan in zip(broadcasts, plans, strict=True)]
         stacked, dims = stack_trees(singly, setup.device)
         if self.record is None or not batches.on_device:
-            return MappedCohort(self.steps, round, stacked, dims, count), batches
-        key = signature((stacked, count)) + repr(dims)
+            return MappedCohort(self.steps, round, stacked, dims, parts), batches
+        key = signature(stacked) + repr((dims, parts))
         cohort = self._recorded.pop(key, None)
         if cohort is None:
-            cohort = RecordedCohort(self.steps, stacked, dims, count, self.record)
+            cohort = RecordedCohort(self.steps, stacked, dims, parts, self.record)
         self._recorded[key] = cohort  # the last used one comes last
         if len(self._recorded) > MAX_RECORDED:
             self._recorded.pop(next(iter(self._recorded)))
@@ -223,7 +227,7 @@ class GroupTrainer:
             sent.report or sent.carry_of or sent.keeps_optimizer or sent.up is not None for sent in broadcasts
         )
         if self.sums and plain and count > 1:
-            return [self._summed(broadcasts, cohort.end_summed(v_sent), times)]
+            return self._summed(broadcasts, cohort.parts, cohort.end_summed(v_sent), times)
         written, deltas = cohort.end(v_sent)
         losses, finite = self._read(cohort.losses(), (deltas, b, v, written, state))
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
@@ -235,7 +239,8 @@ class GroupTrainer:
         spent = self._shares(times, count)
         updates: list[Update] = [
             pack_update(
-                setup, broadcast, deltas[k], v[k], own(b[k]), pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
+                *setup.origin(broadcast), deltas[k], v[k], own(b[k]),
+                pytree.tree_map(lambda leaf, k=k: own(leaf[k]), written),
                 {"loss": losses[k], "steps": float(len(plans[k].batches)), **spent},
                 samples[k], {name: own(t[k]) for name, t in state.items()},
             )
@@ -271,31 +276,33 @@ class GroupTrainer:
         finally:
             self._recorded.clear()
 
-    def _summed(self, broadcasts: Sequence[Broadcast], results: Tree, times: list[Any]) -> SummedUpdate:
-        """Return the sum of the updates of clients, of which the device is read once."""
-        delta, buffers, upload, state, report = results
+    def _summed(
+        self, broadcasts: Sequence[Broadcast], parts: Sequence[slice], results: Tree, times: list[Any]
+    ) -> list[SummedUpdate | None]:
+        """Return the sums of the updates of each run at the place of its first client; the device is read once."""
+        sums, state, report = results
         losses, finite = report.tolist()
-        usable = [k for k, flag in enumerate(finite) if flag]
-        if len(usable) < len(broadcasts):
-            state = pytree.tree_map(lambda rows: rows[usable], state)
         spent = self._shares(times, len(broadcasts))
-        return SummedUpdate(
-            origin_round=broadcasts[0].round,
-            clients=tuple(broadcasts[k].client for k in usable),
-            unusable=tuple(sent.client for sent, flag in zip(broadcasts, finite, strict=True) if not flag),
-            num_samples=sum(self.setup.federation.num_samples(broadcasts[k].client) for k in usable),
-            weight=sum(broadcasts[k].weight for k in usable),
-            delta=delta,
-            buffers=buffers,
-            upload={name: tensors for name, tensors in upload.items() if tensors},
-            metrics={
-                "loss": sum(losses[k] for k in usable),
-                **{name: seconds * len(usable) for name, seconds in spent.items()},
-            },
-            state=state,
-            known_finite=True,
-            masked=False,
-        )
+        updates: list[SummedUpdate | None] = [None] * len(broadcasts)
+        for part, (delta, buffers, upload) in zip(parts, sums, strict=True):
+            usable = [k for k in range(part.start, part.stop) if finite[k]]
+            rows = part if len(usable) == part.stop - part.start else usable
+            loss = sum(losses[k] for k in usable)
+            updates[part.start] = SummedUpdate(
+                origin_round=broadcasts[0].round,
+                clients=tuple(broadcasts[k].client for k in usable),
+                unusable=tuple(broadcasts[k].client for k in range(part.start, part.stop) if not finite[k]),
+                num_samples=sum(self.setup.federation.num_samples(broadcasts[k].client) for k in usable),
+                weight=sum(broadcasts[k].weight for k in usable),
+                delta=delta,
+                buffers=buffers,
+                upload={name: tensors for name, tensors in upload.items() if tensors},
+                metrics={"loss": loss, **{name: seconds * len(usable) for name, seconds in spent.items()}},
+                state=pytree.tree_map(lambda leaf, rows=rows: leaf[rows], state),
+                known_finite=True,
+                masked=False,
+            )
+        return updates
 
     def _optimizer_state(self, broadcasts: Sequence[Broadcast], v: Tensor) -> Tensors:
         """Return the clients' states of the optimizer for parameters ``[k, d]``."""

@@ -153,6 +153,10 @@ class Recorder:
         if self._path is not None:
             write_atomic(self._path, b"".join((json.dumps(row) + "\n").encode() for row in rows))
 
+    def waited(self, seconds: float) -> None:
+        """Subtract seconds in which other runs were trained."""
+        self._before -= seconds
+
     def retried(self, clients: int) -> None:
         """Count clients retrained in this round after a worker or node died; 0 only marks that the engine counts them."""
         self._retries = (self._retries or 0) + clients

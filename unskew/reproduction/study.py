@@ -183,7 +183,7 @@ class StudyRuns:
         """
         return {"study": self.preset.study, "part": part, "settings": self.settings, "seed": seed}
 
-    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> Iterator[tuple[str, int, Outcome]]:
+    def carry_out(self, seeds: Sequence[int], parallel: int | str | None = None) -> Iterator[tuple[str, int, Outcome]]:
         """Run every requested part for every seed and yield the outcomes as they finish; stored outcomes are read.
 
         Args:

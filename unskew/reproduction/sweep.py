@@ -30,7 +30,16 @@ from unskew.reproduction.outcomes import (
 )
 from unskew.reproduction.preset import MARK, Preset, PresetCell, preset_cells
 from unskew.reproduction.time_limit import RunSpeeds, StopInTime, TableProgress, TimeIsOverError, TimeLimit
-from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs, run_jobs_here
+from unskew.runs.parallel import (
+    STACKED,
+    check_parallel,
+    num_parallel_runs,
+    run_in_pool,
+    run_jobs,
+    run_jobs_here,
+    run_stacked,
+    stacks_runs,
+)
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import resolve_run
@@ -106,23 +115,40 @@ class Sweep:
             outcomes = list(self.found(seeds))
         return outcomes
 
-    def carry_out(self, seeds: Sequence[int], parallel: int | str = 1) -> list[tuple[PresetCell, Outcome]]:
+    def carry_out(self, seeds: Sequence[int], parallel: int | str | None = None) -> list[tuple[PresetCell, Outcome]]:
         """Execute the chosen runs and return those with an outcome; all methods are validated before the first run.
 
         Args:
             seeds: Seeds of the runs.
-            parallel: Number of concurrent runs, or ``auto``.
+            parallel: Number of concurrent runs, ``auto``, or ``stacked`` to train the seeds of a run together, which is the
+                default on a GPU without a time limit.
+
+        Raises:
+            ConfigError: If runs with a time limit are to be trained together.
         """
         check_parallel(parallel)
         self._seeds = seeds
         size, self._unavailable = self._check(seeds[0])
         works = self._works(self._available())
-        at_once = num_parallel_runs(parallel, [work.arguments[0] for work in works], size)
+        configs = [work.arguments[0] for work in works]
+        at_once = num_parallel_runs(parallel, configs, size)
         self._at_once = max(1, int(at_once))
         storage = self.runs, self.results, self.preset.name
         if self.limit is not None:
+            if parallel == STACKED:
+                raise ConfigError(
+                    "Runs that are trained together end together. Remove parallel=stacked or the time limit."
+                )
             self.limit.begin()
-        finished = run_jobs(works, at_once, storage) if run_in_pool(at_once) else run_jobs_here(works, storage)
+        if run_in_pool(at_once):
+            finished = run_jobs(works, at_once, storage)
+        elif self.limit is None and stacks_runs(parallel, configs):
+            groups: dict[str, list[Job]] = {}
+            for config, work in zip(configs, works, strict=True):
+                groups.setdefault(config.model_dump_json(exclude={"seed", "start_from"}), []).append(work)
+            finished = run_stacked([(jobs[0].arguments[0], jobs) for jobs in groups.values()], storage)
+        else:
+            finished = run_jobs_here(works, storage)
         try:
             for _ in finished:
                 self._speeds = None

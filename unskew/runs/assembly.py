@@ -153,6 +153,7 @@ def assemble(
         stall_warning_seconds=config.stall_warning_seconds,
         warn=recorder.warn,
         retried=recorder.retried,
+        waited=recorder.waited,
         plan=plan,
         graphs=config.graphs == "auto",
         secret=secret,

@@ -9,15 +9,20 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Hashable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
-from unskew.engines.cpu import check_may_start_processes, may_start_processes, num_cores
-from unskew.engines.device import DeviceMemory
+from unskew.engines.cpu import check_may_start_processes, default_torch_modes, may_start_processes, num_cores
+from unskew.engines.device import DeviceMemory, device_modes
 from unskew.engines.mmap_pickle import dump_mmap
 from unskew.engines.registry import pick_device
+from unskew.engines.run_threads import run_together
+from unskew.engines.stacked import JointTraining
 from unskew.errors import ConfigError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, next_job, raise_if_unpicklable
 from unskew.runs.ray_pool import RayJobPool
@@ -29,6 +34,9 @@ SMALL = 1_000_000
 """Number of model parameters up to which ``auto`` uses one core per run: small models gain little from more threads."""
 MOST = 256
 """Maximum number of parallel runs."""
+STACKED = "stacked"
+MOST_STACKED = 8
+"""Maximum number of runs that are trained together, which all are in memory."""
 ON_CLUSTER = re.compile(rf"([0-9]{{1,3}}|auto)@{ADDRESS}")
 
 
@@ -50,36 +58,62 @@ class ParallelOn(int):
 
 def check_parallel(parallel: object) -> None:
     """Validate a value of ``parallel`` (raises ``ConfigError`` if it is not valid)."""
+    if parallel is None or parallel == STACKED:
+        return
     number = isinstance(parallel, int) and not isinstance(parallel, bool) and 1 <= parallel <= MOST
     cluster_match = ON_CLUSTER.fullmatch(parallel) if isinstance(parallel, str) else None
     if cluster_match is not None:
         number = cluster_match[2] != "local" and (cluster_match[1] == "auto" or 1 <= int(cluster_match[1]) <= MOST)
     if not number and parallel != "auto":
         raise ConfigError(
-            f"parallel={short_repr(parallel)} is not a number of parallel runs. Use 1 to {MOST} or auto, or, on a Ray "
-            "cluster, 8@HOST:PORT or auto@auto."
+            f"parallel={short_repr(parallel)} is not a number of parallel runs. Use 1 to {MOST}, auto or stacked, or, on "
+            "a Ray cluster, 8@HOST:PORT or auto@auto."
         )
 
 
-def read_parallel(text: str) -> int | str:
+def read_parallel(text: str | None) -> int | str | None:
     """Parse ``parallel`` from the command line.
 
     Args:
-        text: Number of runs, or ``auto``; ``@`` and the address of a cluster may follow.
+        text: Number of runs, ``auto`` or ``stacked``; ``@`` and the address of a cluster may follow. None for the default.
 
     Raises:
-        ConfigError: If the text is not a number or ``auto``, optionally with the address of a cluster.
+        ConfigError: If the text is not a number, ``auto`` or ``stacked``, optionally with the address of a cluster.
     """
-    parallel = int(text) if text.isdecimal() and len(text) < 10 else text
+    parallel = int(text) if text is not None and text.isdecimal() and len(text) < 10 else text
     check_parallel(parallel)
     return parallel
 
 
-def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: int) -> int:
+def stacks_runs(parallel: int | str | None, configs: Sequence[Experiment]) -> bool:
+    """Return whether runs that differ only in the seed are trained together.
+
+    Args:
+        parallel: ``stacked``; with None, runs are trained together on a GPU.
+        configs: Configurations of the runs.
+
+    Raises:
+        ConfigError: If ``parallel`` is ``stacked`` and an engine is not ``vectorized``.
+    """
+    if parallel not in (None, STACKED):
+        return False
+    available = torch.cuda.is_available()
+    possible = []
+    on_cuda = True
+    for config in configs:
+        cuda = available and (config.device == "auto" or config.device.startswith("cuda"))
+        on_cuda = on_cuda and cuda
+        possible.append(config.engine == "vectorized" or (cuda and config.engine == "auto" and not config.ray.address))
+    if parallel == STACKED and not all(possible):
+        raise ConfigError("parallel=stacked trains several runs with the engine vectorized. Set engine=vectorized.")
+    return all(possible) and (parallel == STACKED or on_cuda)
+
+
+def num_parallel_runs(parallel: int | str | None, configs: Sequence[Experiment], size: int) -> int:
     """Return the number of parallel runs.
 
     Args:
-        parallel: Requested number, or ``auto``; on a cluster with ``@`` and its address.
+        parallel: Requested number, ``auto`` or ``stacked``; on a cluster with ``@`` and its address. None for the default.
         configs: Configurations of the runs.
         size: Number of parameters of the largest model.
 
@@ -95,7 +129,7 @@ def num_parallel_runs(parallel: int | str, configs: Sequence[Experiment], size: 
             )
         deadline = min((config.ray.deadline for config in configs if config.ray.deadline is not None), default=None)
         return run_on_cluster(parallel, len(configs), size <= SMALL, deadline)
-    if parallel == 1 or len(configs) < 2:
+    if parallel in (None, 1) or len(configs) < 2 or stacks_runs(parallel, configs):
         return 1
     clusters = [config for config in configs if config.engine == "ray" and config.ray.address in (None, "local")]
     if isinstance(parallel, int):
@@ -128,11 +162,11 @@ def num_runs_per_card(memory: DeviceMemory) -> int:
     return max(1, min(num_cores(), memory.free() // RUN_MEMORY))
 
 
-def num_parallel_jobs(parallel: int | str, jobs: int) -> int:
+def num_parallel_jobs(parallel: int | str | None, jobs: int) -> int:
     """Return the number of small jobs that run at the same time.
 
     Args:
-        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster.
+        parallel: Requested number, ``auto`` for one per core, or ``N@HOST:PORT`` on a Ray cluster; None for one.
         jobs: Number of jobs.
 
     Raises:
@@ -141,7 +175,11 @@ def num_parallel_jobs(parallel: int | str, jobs: int) -> int:
     check_parallel(parallel)
     if isinstance(parallel, str) and "@" in parallel:
         return run_on_cluster(parallel, jobs, small=True)
-    return min(num_cores() if isinstance(parallel, str) else parallel, jobs)
+    if parallel == STACKED:
+        raise ConfigError(
+            "parallel=stacked is not possible here: parallel is a number of jobs that each train several runs."
+        )
+    return min(num_cores() if isinstance(parallel, str) else parallel or 1, jobs)
 
 
 def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | None = None) -> ParallelOn:
@@ -227,9 +265,36 @@ def run_jobs_here(works: Sequence[Job], given: Any = None) -> Iterator[tuple[Has
     """
     waiting, done = list(works), set[Hashable]()
     while (work := next_job(waiting, done)) is not None:
-        result = work.function(given, *work.arguments, callbacks=list(work.follow()))
+        result = _run_here(work, given)
         done.add(work.name)
         yield work.name, result
+
+
+def run_stacked(groups: Sequence[tuple[Experiment, Sequence[Job]]], given: Any) -> Iterator[tuple[Hashable, Any]]:
+    """Run jobs in this process; the jobs of a group train their clients together.
+
+    Args:
+        groups: Jobs that execute runs which differ in the seed, with the configuration of one of them. Jobs that a job comes
+            after are in an earlier group.
+        given: Object that all jobs receive, such as data.
+
+    Yields:
+        Name and result of each finished job.
+
+    Raises:
+        RunInterrupted: If Ctrl-C was pressed, after all runs have finished their round.
+    """
+    with interruptible() as stopped:
+        for config, jobs in groups:
+            for some in (jobs[first : first + MOST_STACKED] for first in range(0, len(jobs), MOST_STACKED)):
+                # Around the modes that each run sets and restores, because the runs do not end in order.
+                with default_torch_modes(), device_modes(pick_device(config.device), config.precision):
+                    results = run_together([partial(_run_here, job, given) for job in some], stopped, JointTraining())
+                yield from ((job.name, result) for job, result in zip(some, results, strict=True))
+
+
+def _run_here(job: Job, given: Any) -> Any:
+    return job.function(given, *job.arguments, callbacks=list(job.follow()))
 
 
 def paths_to_share(given: Any) -> list[Path]:

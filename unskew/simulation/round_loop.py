@@ -13,6 +13,7 @@ from typing import Any
 
 from unskew.attacks.attackers import Attackers
 from unskew.engines.base import Engine
+from unskew.engines.run_threads import wait_for_runs
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
 from unskew.seeding import derive, seeded_globals
@@ -94,6 +95,7 @@ def run_rounds(
                 metrics = server.aggregator.step(t, arrivals)
                 if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
                     return
+                stopped.extend(wait_for_runs(t))
                 if stopped:
                     raise RunInterrupted(stopped[0])
 

@@ -26,7 +26,7 @@ from unskew.json_models import read_model
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
-from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster
+from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster, stacks_runs
 from unskew.runs.process_pool import Job, raise_if_unpicklable
 from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
 from unskew.tuning.spaces import canonical_expression, user_spaces
@@ -52,7 +52,7 @@ def tune(
     model: ModelLike | Mapping[str, Any] | None = None,
     out: str | Path | None = None,
     resume: bool = False,
-    parallel: int | str = 1,
+    parallel: int | str | None = None,
     pruning: bool = True,
     references: bool | None = None,
     callback_factory: Follow = no_callbacks,
@@ -74,7 +74,8 @@ def tune(
         out: Folder of the trials' database, the tuned configurations and the comparison.
         resume: Continue in an existing ``out``.
         parallel: Number of processes that run trials. On a Ray cluster ``"8@HOST:PORT"``, with an ``out`` that all
-            nodes can access.
+            nodes can access. ``"stacked"`` runs one trial after another, and trains the fresh seeds of a method together
+            (see ``unskew.compare``), which is the default on a GPU; 1 switches it off.
         pruning: Whether to end trials early if they are worse than most others after the same number of rounds.
         references: Whether to tune ``pooled`` and ``local`` as well, with as many trials, and to compare them. None means
             True.
@@ -90,6 +91,8 @@ def tune(
     """
     optuna_library()
     names = _names(methods)
+    of_comparison = None if isinstance(parallel, int) and parallel > 1 else parallel
+    parallel = 1 if parallel in (None, "stacked") else parallel
     _check_counts(trials, parallel)
     if "method" in options:
         raise ConfigError("Tuning takes methods=[...] instead of method.")
@@ -98,9 +101,9 @@ def tune(
     fresh = fresh_seeds(seeds, config.seed)
     own_spaces = user_spaces(search_space or {}, names, values)
     plan = TuningPlan(names, values, own_spaces, trials, pruning, folder, federation, model_object(model))
-    away = isinstance(parallel, str)
-    if away:
+    if isinstance(parallel, str):
         num_parallel_runs(parallel, [config], 0)
+    stacks_runs(of_comparison, [config])
     if parallel != 1 and (folder is None or federation is not None or plan.model is not None):
         raise ConfigError(
             "With parallel, several processes share a folder and load data and model by name. Set out, and pass neither a "
@@ -120,13 +123,13 @@ def tune(
             works = [Job(number, _trials_there) for number in range(min(count, MOST))]
             for _ in run_jobs(works, run_on_cluster(parallel, len(works), small=True), replace(plan)):
                 pass
-        with _helpers(plan, 0 if isinstance(parallel, str) else parallel - 1):
+        with _helpers(plan, parallel - 1 if isinstance(parallel, int) else 0):
             finish_trials(plan, studies, callback_factory)
         tuned = {name: best_of_trials(plan, name, study, fresh[0]) for name, study in studies.items()}
         rows = [{**row, "objective": plan.objective.name} for study in studies.values() for row in study.rows()]
         if folder is not None:
             write_results(folder, tuned, rows)
-        comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, parallel if away else 1)
+        comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, of_comparison)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
     comparison = replace(comparison, left_out=tuple(left_out))
@@ -269,7 +272,7 @@ def _compared(
     federation: Federation | None,
     model: Any,
     follow: Follow,
-    parallel: int | str,
+    parallel: int | str | None,
 ) -> Comparison:
     """Compare the tuned methods on fresh seeds."""
     out = None if plan.folder is None else plan.folder / "compare"

@@ -21,7 +21,7 @@ from typing import Any
 from uuid import uuid4
 
 from unskew.data.federation import Federation
-from unskew.engines.base import EngineConfig, ignore_retries
+from unskew.engines.base import EngineConfig, ignore_count
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
 from unskew.engines.in_order import in_order
 from unskew.engines.mmap_pickle import dumps_mmap
@@ -107,7 +107,7 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), warn=warnings.warn, retried=ignore_retries)
+        sent = replace(setup, federation=self._sent(), warn=warnings.warn, retried=ignore_count)
         try:
             self.everything = self._put((sent, clients_per_group))
         except EngineError:
