@@ -38,6 +38,37 @@ def test_the_gpu_gives_the_numbers_of_the_cpu(method, engine):
     assert result.summary.get("personal_accuracy_mean") == reference.summary.get("personal_accuracy_mean")
 
 
+@pytest.mark.parametrize("sizes", [(12, 12, 12, 12, 12, 12), (5, 23, 8, 17)])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "moon", "fedcog:start_round=1,g_steps=3,n=8"])
+def test_recorded_steps_give_the_numbers_of_steps_from_python(method, precision, sizes):
+    """Single updates have the same bits; sums of them differ by rounding."""
+    options = {"rounds": 6, "local_steps": 8, "precision": precision, "participation": 1.0}
+    results = [
+        train(method, "vectorized", "cuda", blobs(list(sizes)), graphs=graphs, **options) for graphs in ("off", "auto")
+    ]
+    assert not any("not recorded" in str(warning) for warning in results[1].summary.get("warnings", []))
+    assert_close(results[1].vector, results[0].vector, 100 * MAGNIFIED, dtype=torch.float64 if precision == "fp64" else None)
+
+
+def test_recorded_rounds_repeat_their_bits():
+    options = {"rounds": 8, "local_steps": 8, "precision": "fp32", "lr_schedule": "cosine", "optimizer": "adam"}
+    vectors = [train("fedavg", "vectorized", "cuda", **options).vector for _ in range(2)]
+    assert torch.equal(*vectors)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold"])
+def test_seeds_trained_together_on_the_gpu_have_the_numbers_of_single_runs(method, tmp_path):
+    options = {"rounds": 5, "local_steps": 6, "precision": "fp64", "data": "digits", "clients": 6, "model": "cnn"}
+    found = [
+        unskew.compare([method], seeds=3, out=tmp_path / str(parallel), engine="vectorized", device="cuda",
+                       parallel=parallel, references=False, **options)
+        for parallel in (1, "stacked")
+    ]  # fmt: skip
+    accuracies = [[row["accuracy"] for row in result.rows] for result in found]
+    assert accuracies[0] == accuracies[1]
+
+
 @pytest.mark.parametrize("engine", ["inline", "vectorized"])
 def test_several_labels_on_the_gpu(engine):
     method = "fedcog:start_round=1,g_steps=3,n=8,cooccurrence=true,coefficients=auto"

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from support.federations import blobs
+from support.recorded_operators import RecordedOperators
 from support.running import TIMES, metrics
 from support.tolerance import TRAINING, assert_close
 
@@ -19,8 +20,10 @@ from unskew.data.shared_copies import shared_copy
 from unskew.engines.base import EngineConfig
 from unskew.engines.registry import make_engine
 from unskew.engines.run_threads import run_together
-from unskew.engines.stacked import JointEngine, JointTraining, StackedEngine, content_of
+from unskew.engines.stacked import JointEngine, JointTraining, StackedEngine, content_of, make_vectorized
+from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import DataError
+from unskew.protocol.messages import SummedUpdate
 from unskew.records.result import read_summary
 from unskew.simulation.round_loop import RunInterrupted
 
@@ -83,6 +86,30 @@ def assert_same(stacked, separate, dtype=torch.float64):
             for name in ("loss", "train_loss"):
                 if wanted[name] is not None:
                     assert_close(row[name], wanted[name], TRAINING, dtype=dtype)
+
+
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedprox+scaffold"])
+def test_recorded_runs_together_get_a_sum_each(method, tmp_path, joint, monkeypatch):
+    """As on a GPU, where steps are recorded and each run needs only the sum of its updates."""
+    compare(tmp_path / "separate", method, 1, rounds=5)
+    create, init, sums = make_vectorized, VectorizedEngine.__init__, []
+
+    def start(self, setup, memory=None, convolution="grouped", record=None):
+        init(self, setup, memory, convolution, RecordedOperators)
+
+    def train_by_index(self, broadcasts, before=VectorizedEngine.train_by_index):
+        done = before(self, broadcasts)
+        sums.extend(len(update.clients) for update in done.values() if isinstance(update, SummedUpdate))
+        return done
+
+    monkeypatch.setattr(VectorizedEngine, "__init__", start)
+    monkeypatch.setattr(VectorizedEngine, "train_by_index", train_by_index)
+    in_array = lambda setup: create(replace(setup, federation=setup.federation.to(setup.device)))  # noqa: E731
+    monkeypatch.setattr("unskew.engines.registry.make_vectorized", in_array)
+    compare(tmp_path / "stacked", method, "stacked", rounds=5)
+    assert set(joint) == {SEEDS}
+    assert len(sums) >= 3 * SEEDS
+    assert_same(tmp_path / "stacked", tmp_path / "separate")
 
 
 METHODS = {

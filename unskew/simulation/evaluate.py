@@ -23,6 +23,7 @@ from unskew.tasks.metrics import MetricSet
 from unskew.tasks.regression import Regression
 
 BATCH = 500
+BATCH_ON_DEVICE = 10_000  # fewer kernels, each of which takes longer to launch than to execute
 CELLS = 1 << 26  # values of the widest layer in memory at once: 256 MB in float32
 HELD_OUT = "the clients' held-out data"
 BY_CLASS = "the test set, weighted by the clients' classes"
@@ -69,7 +70,7 @@ class Evaluator:
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
         self._test = [self.test[0]], [self.test[1]]
-        self.batch = max(1, min(BATCH, CELLS // spec.widest))
+        self.batch = max(1, min(BATCH if device.type == "cpu" else BATCH_ON_DEVICE, CELLS // spec.widest))
         self.threads = torch.get_num_threads()  # engines may reduce the number of threads during training
 
     def _samples(
