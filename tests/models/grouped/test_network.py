@@ -11,7 +11,7 @@ from torch import nn
 
 import unskew
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
-from unskew.models.grouped import functorch_api
+from unskew import functorch_api
 from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchecked, use_grouped
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
