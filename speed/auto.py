@@ -109,7 +109,8 @@ class Loop:
         config = workload.config()
         fedavg = method("fedavg")
         clients = len(workload.federation.clients)
-        self.engine = make_engine(choice.engine, config, choice.workers, choice.clients_per_group)
+        size = choice.clients_per_group
+        self.engine = make_engine(choice.engine, config, choice.workers, size, threads=choice.threads)
         info = replace(FederationInfo.of(workload.federation), weights="samples")
         self.server = Server(ServerSetup(fedavg, server_rule(fedavg), config.spec, info))
         self.sampler = Sampler(clients, workload.cohort / clients, 0)

@@ -11,6 +11,7 @@ from typing import Any
 from unskew.comparison.single_run import FederationCache, last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.engines.auto_select import planned_runs
 from unskew.errors import ConfigError, DataError
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
@@ -118,7 +119,9 @@ class Sweep:
             for _ in run_jobs(works, at_once, (self.runs, self.results, self.preset.name)):
                 pass
         for cell in table:
-            yield cell, self._outcome(cell)
+            with planned_runs(len(table)):
+                outcome = self._outcome(cell)
+            yield cell, outcome
 
     def _works(self, table: Sequence[PresetCell]) -> list[Job]:
         """Return the jobs of runs without an outcome, each once, preceded by the common rounds that they start from."""

@@ -24,7 +24,7 @@ def cross_entropy(logits: Tensor, y: Tensor, weights: Tensor | None = None, redu
 
     Args:
         logits: Logits, ``[B, C]``.
-        y: Classes ``[B]``, or class probabilities ``[B, C]``. With ``sum``, the loss of samples of the class ``NOTHING`` is 0.
+        y: Classes ``[B]``, or class probabilities ``[B, C]``. With ``sum``, the class ``NOTHING`` has no loss.
         weights: Weight of each class, with ``none``; None means 1.
         reduction: ``mean`` over the batch, ``sum``, or ``none``.
     """
