@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -233,6 +234,8 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     groups, form = _group_sizes(request, plain, setup, budget), None
     if groups != [1]:
         form = grouped_unchecked(setup.spec)
+        if form is None and plain.clients_per_group > 1:
+            return plain
         groups = groups if form is not None else [1]
     stored = calibration.read_entries().get(key, Measurement())
     trial = Trial(request, plain, setup, budget, form, stored)
@@ -284,7 +287,8 @@ class Trial:
             # With several threads, a step takes at best the time of one thread divided by their number.
             alone = self.measurement.steps.get(f"{self.workers}x1", self.alone)
             at_best = self._total(EngineCandidate("inline", 1, 1), self._round(0, 1, alone / self.threads))
-            if at_best <= INLINE_MARGIN * min(self._total(*item) for item in self.predicted.items()):
+            fastest = min(self._total(*item) for item in self.predicted.items())
+            if at_best <= INLINE_MARGIN * fastest and (self.threads == 1 or self._speedup > 1.0):
                 for workers in (self.workers, 0):  # measured times are not compared with estimated ones
                     self._add(workers, [1])
 
@@ -359,7 +363,11 @@ class Trial:
         seconds = costs.step_seconds(self.setup.spec, self.setup.training.batch_size, k)
         if workers:
             return seconds * (costs.CROWDED if workers > 1 and self.alone >= LONG_STEP else 1.0)
-        return seconds / costs.speedup(self.alone, self.threads)
+        return seconds / self._speedup
+
+    @cached_property
+    def _speedup(self) -> float:
+        return costs.speedup(self.alone, self.threads)
 
     def _round(self, workers: int, k: int, step: float) -> float:
         """Return the seconds of a round from those of a local step of a group."""
