@@ -274,12 +274,13 @@ class Trial:
         self.threads = costs.threads_of(self.alone, num_cores())
         self.workers = self.plain.workers if self.plain.engine == "processes" else 0
         self.waited = False
+        self._compares_half = self.request.workers is None and self.workers >= 4
 
     def compare(self, groups: list[int]) -> None:
         """Predict the time of groups of clients, then of the best of them in half as many workers, and of ``inline``."""
         self._add(self.workers, groups)
         half = self.workers // 2
-        if self.request.workers is None and half > 1 and self.predicted.keys() <= self.measured:
+        if self._compares_half and self.predicted.keys() <= self.measured:
             # Fewer workers can be faster if cores share units or wait for the same memory.
             best = min(self.predicted, key=lambda candidate: self.predicted[candidate])
             self._add(half, [best.clients_per_group])
@@ -312,7 +313,7 @@ class Trial:
     def _add(self, workers: int, groups: list[int]) -> None:
         """Predict the times of groups; 0 workers are this process. What is missing is measured if that is worth it."""
         keys = {k: f"{workers}x{k}" for k in groups}
-        alternatives = len(groups) > 1 or bool(self.predicted)
+        alternatives = len(groups) > 1 or bool(self.predicted) or self._compares_half
         if alternatives and any(key not in self.measurement.steps for key in keys.values()):
             self._time(workers, groups)
         known = self.measurement.steps
