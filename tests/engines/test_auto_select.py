@@ -332,10 +332,13 @@ def test_the_smallest_of_interleaved_times_counts(monkeypatch):
     assert order == [1, 2, 1, 2, 1, 2]  # untimed once, then in turn until the time suffices
 
 
-def test_a_stored_choice_starts_no_more_workers_than_the_request_allows(tmp_path, monkeypatch):
+def test_a_stored_choice_starts_no_more_workers_and_threads_than_the_request_allows(tmp_path, monkeypatch):
     monkeypatch.setattr(auto_select, "num_cores", lambda: 8)
     monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
     for stored, cohort, workers in ((4096, 100, 8), (4096, 3, 3), (2, 100, 2)):
         asked = EngineRequest("auto", None, "auto")
         write_model(tmp_path / "engine.json", EngineChoice("processes", stored, asked=asked.identity))
         assert choose_engine(asked, None, cohort, 1, tmp_path, resume=True).workers == workers
+    for stored, threads in ((None, None), (1, 1), (4096, 8)):
+        write_model(tmp_path / "engine.json", EngineChoice("inline", 1, threads=stored, asked=asked.identity))
+        assert choose_engine(asked, None, 4, 1, tmp_path, resume=True).threads == threads

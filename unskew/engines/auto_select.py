@@ -180,7 +180,8 @@ def choose_engine(
     workers = min(request.workers or num_cores(), cohort)
     kept_choice = _stored_choice(folder) if resume else None
     if kept_choice is not None and kept_choice.asked == request.identity and _is_available(kept_choice):
-        return replace(kept_choice, workers=min(kept_choice.workers, workers))
+        threads = kept_choice.threads and min(kept_choice.threads, num_cores())
+        return replace(kept_choice, workers=min(kept_choice.workers, workers), threads=threads)
     if setup.device.type != "cpu":
         if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
