@@ -10,8 +10,8 @@ A run of ``R`` rounds with an engine takes
 
     T(engine) = seconds of its start and first round + (R - 1) * median seconds of its later rounds
 
-and the regret is ``(seconds of the decision + T(chosen)) / min T``, for a short run (about 8 s with the best engine) and a
-long one (about 60 s). What the decision loads and the start would load again counts once.
+and the regret is ``(seconds of the decision + T(chosen)) / min T``, for runs that take about 2, 6 and 60 s with the best
+engine. What the decision loads and the start would load again counts once.
 """
 
 from __future__ import annotations
@@ -51,9 +51,8 @@ from unskew.simulation.server import Server
 from unskew.simulation.server_state import ServerSetup
 from unskew.tasks.registry import TASKS
 
-SHORT = 8.0
-LONG = 60.0
-"""Seconds of a short and of a long run with the best engine."""
+LENGTHS = {"2 s": 2.0, "6 s": 6.0, "60 s": 60.0}
+"""Seconds of the runs with the best engine."""
 
 
 class TinyTransformer(nn.Module):
@@ -110,7 +109,8 @@ class Loop:
         config = workload.config()
         fedavg = method("fedavg")
         clients = len(workload.federation.clients)
-        self.engine = make_engine(choice.engine, config, choice.workers, choice.clients_per_group)
+        size = choice.clients_per_group
+        self.engine = make_engine(choice.engine, config, choice.workers, size, threads=choice.threads)
         info = replace(FederationInfo.of(workload.federation), weights="samples")
         self.server = Server(ServerSetup(fedavg, server_rule(fedavg), config.spec, info))
         self.sampler = Sampler(clients, workload.cohort / clients, 0)
@@ -264,13 +264,14 @@ class Costs:
         return min(self.total(kind, rounds) for kind in self.round)
 
 
-def regrets(name: str, workload: Workload, repetitions: int, trials: int) -> dict[str, Any]:
+def regrets(name: str, workload: Workload, repetitions: int, trials: int, conditions: list[str]) -> dict[str, Any]:
     """Measure one workload; prints its rows and returns them."""
     costs = Costs(workload, repetitions)
     row: dict[str, Any] = {"workload": name, "round": costs.round, "start": costs.start, "regret": {}}
-    for disturbed in (False, True):
-        for length in (SHORT, LONG):
-            rounds = max(2, round(length / min(costs.round.values())))
+    for condition in conditions:
+        disturbed = condition == "disturbed"
+        for length, wanted in LENGTHS.items():
+            rounds = max(2, round(wanted / min(costs.round.values())))
             for state in ("cold", "warm"):
                 values, chosen = [], []
                 with tempfile.TemporaryDirectory() as cache:
@@ -286,8 +287,7 @@ def regrets(name: str, workload: Workload, repetitions: int, trials: int) -> dic
                             costs.add({kind: choice})
                         values.append(costs.total(kind, rounds, seconds) / costs.best(rounds))
                         chosen.append(kind)
-                key = f"{'short' if length == SHORT else 'long'}, {state}, {'disturbed' if disturbed else 'idle'}"
-                row["regret"][key] = {"values": values, "chosen": chosen}
+                row["regret"][f"{length}, {state}, {condition}"] = {"values": values, "chosen": chosen}
     print(f"\n{name}\n  " + "  ".join(f"{kind} {1000 * s:.1f} ms" for kind, s in costs.round.items()))
     for key, result in row["regret"].items():
         values, kinds = result["values"], sorted(set(result["chosen"]))
@@ -297,7 +297,8 @@ def regrets(name: str, workload: Workload, repetitions: int, trials: int) -> dic
 
 def table(rows: list[dict[str, Any]]) -> str:
     """Return the mean regrets as a Markdown table; each cell has the cold and the warm value."""
-    conditions = [(length, state) for state in ("idle", "disturbed") for length in ("short", "long")]
+    states = [state for state in ("idle", "disturbed") if f"2 s, cold, {state}" in rows[0]["regret"]]
+    conditions = [(length, state) for state in states for length in LENGTHS]
     header = ["workload", "fastest round", *(f"{length}, {state}" for length, state in conditions)]
     lines = [f"| {' | '.join(header)} |", "|" + "---|" * len(header)]
     for row in rows:
@@ -321,13 +322,14 @@ def main() -> None:
     parser.add_argument("--only", help="measure workloads whose name contains this text")
     parser.add_argument("--repetitions", type=int, default=5, help="measurements of each engine")
     parser.add_argument("--trials", type=int, default=3, help="decisions of auto for each condition")
+    parser.add_argument("--idle", action="store_true", help="measure nothing next to a busy process")
     parser.add_argument("--json", type=Path, help="write all numbers to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)  # a process that has used several threads cannot be forked into one that uses them
     path = args.data or (str(CIFAR) if CIFAR.exists() else None)
     x, y = load_images(path)
     rows = [
-        regrets(name, make(), args.repetitions, args.trials)
+        regrets(name, make(), args.repetitions, args.trials, ["idle"] if args.idle else ["idle", "disturbed"])
         for name, make in workloads(x, y).items()
         if not args.only or args.only in name
     ]

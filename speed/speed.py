@@ -80,7 +80,8 @@ class UnskewLoop:
         if isinstance(clients_per_group, str):  # "auto": the result of a trial for a long run
             request = EngineRequest(engine, None, clients_per_group)
             choice = choose_engine(request, setup, cohort, LONG, None, False)
-            self.engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group)
+            size = choice.clients_per_group
+            self.engine = make_engine(choice.engine, setup, choice.workers, size, threads=choice.threads)
         else:
             self.engine = make_engine(engine, setup, clients_per_group=clients_per_group)
         info = replace(FederationInfo.of(federation), weights=what.weights or "samples")

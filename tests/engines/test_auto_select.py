@@ -1,4 +1,4 @@
-"""``auto`` decides by a rule in short runs and by a trial in long ones; the trial touches nothing and is kept."""
+"""``auto`` decides by estimates in short runs and by a trial in long ones; the trial touches nothing and is kept."""
 
 import json
 
@@ -8,7 +8,8 @@ from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 
 import unskew
-from unskew.engines import auto_select, calibration, timing
+from unskew.comparison import compare
+from unskew.engines import auto_select, calibration, costs, timing
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.json_models import write_model
 
@@ -32,8 +33,7 @@ def forbid(monkeypatch):
 @pytest.fixture
 def measured(monkeypatch):
     """A long run on one core; the given seconds are those of one step alone and of each group size, also in later runs."""
-    monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
-    monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
+    monkeypatch.setattr(auto_select, "SHARE", 1e9)
     monkeypatch.setattr(auto_select, "LONG_STEP", float("inf"))
     monkeypatch.setattr(auto_select, "num_cores", lambda: 1)
     monkeypatch.setattr(auto_select.calibration, "read_entries", dict)
@@ -50,7 +50,7 @@ def measured(monkeypatch):
     return lambda alone, several: seconds.update({1: alone, 4: several})
 
 
-def test_a_short_run_is_decided_by_a_rule(forbid, tmp_path):
+def test_a_short_run_is_decided_without_a_trial(forbid, tmp_path):
     forbid()
     result = train(tmp_path / "run")
     kept = json.loads((tmp_path / "run" / "engine.json").read_text())
@@ -101,7 +101,7 @@ def test_fewer_workers_are_taken_where_they_are_faster(measured, monkeypatch, tm
     unskew.run(blobs([9, 9, 9, 9]), model=SmallBatchNorm(), **GIVEN)
     assert looked == [4, 2]
     assert (found[0].engine, found[0].workers) == ("processes", workers)
-    assert found[0].trial["processes, 2 workers"] == pytest.approx(2 * taken * found[0].trial["processes"])
+    assert found[0].trial["processes, 2 workers"] == pytest.approx(2 * taken * found[0].trial["processes"], rel=0.01)
 
 
 def test_a_trial_changes_nothing(measured):
@@ -179,7 +179,7 @@ def test_what_the_user_asks_for_is_honoured(asked, expected, monkeypatch, forbid
     def look(setup):
         found = choose_engine(asked, setup, 4, 1000, None, False)
         assert (found.engine, found.clients_per_group) == expected
-        assert found.decided == ("given" if "auto" not in asked.identity[2:] else "rule")
+        assert (found.decided, found.threads) == ("given" if "auto" not in asked.identity[2:] else "rule", None)
 
     setup_of(monkeypatch, look)
     train(rounds=1, clients_per_group=1)
@@ -199,9 +199,7 @@ def test_bits_do_not_depend_on_the_worker_that_trains_a_part():
 def counted(monkeypatch, tmp_path):
     """A long run on one core with a calibration file of its own; returns how often a workload was timed."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(auto_select, "MIN_STEPS", 1)
-    monkeypatch.setattr(auto_select, "LONG_SECONDS", 0.0)
-    monkeypatch.setattr(auto_select, "LONG_STEP", float("inf"))
+    monkeypatch.setattr(auto_select, "SHARE", 1e9)
     monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
     monkeypatch.setattr(auto_select, "num_cores", lambda: 2)
     timed = []
@@ -223,11 +221,23 @@ def test_a_second_run_uses_the_calibration_file_and_decides_the_same(counted):
     assert first["clients_per_group"] == second["clients_per_group"] == 2
 
 
-def test_many_short_runs_lead_to_one_trial_of_groups(counted, monkeypatch):
-    """Three runs together reach the limit, which is the work of two and a half."""
-    monkeypatch.setattr(timing, "min_seconds", lambda workloads, clock: dict.fromkeys(workloads, 1e-3))
-    monkeypatch.setattr(auto_select, "LONG_SECONDS", float("inf"))
-    monkeypatch.setattr(auto_select, "SHORT_SECONDS", 2.5 * 4 * 4 * 2.25 * 1e-3 / 2)
+@pytest.fixture
+def share_of(monkeypatch):
+    """Make a trial of one client and of two together as expensive as the given share of this many runs of 36 local steps."""
+
+    def set_share(runs):
+        monkeypatch.setattr(costs, "START", 0.0)
+        monkeypatch.setattr(costs, "MESSAGE", 0.0)
+        monkeypatch.setattr(costs, "STEP", 0.0)
+        monkeypatch.setattr(costs, "step_seconds", lambda spec, batch_size, clients=1: 1e-3 * clients)
+        # Four rounds, in each of which two workers train two clients with 2.25 steps on average.
+        trial, run = auto_select.REPEATED * 3 * 1e-3, 4 * 2 * 2.25 * 1e-3
+        monkeypatch.setattr(auto_select, "SHARE", trial / (runs * run))
+
+    return set_share
+
+
+def sizes_timed(monkeypatch):
     sizes = []
 
     def time_groups(setup, form, groups, *rest):
@@ -235,10 +245,64 @@ def test_many_short_runs_lead_to_one_trial_of_groups(counted, monkeypatch):
         return dict.fromkeys(groups, 0.001)
 
     monkeypatch.setattr(timing, "time_in_processes", time_groups)
-    options = {"engine": "processes", "clients_per_group": "auto", "workers": 2}
-    found = [train(**options).summary["clients_per_group"] for _ in range(4)]
-    assert sizes == [[1], [1, 2]]
+    return sizes
+
+
+OPTIONS = {"engine": "processes", "clients_per_group": "auto", "workers": 2}
+
+
+def test_many_short_runs_lead_to_one_trial(counted, share_of, monkeypatch):
+    """Three runs together are long enough, of which two and a half would be."""
+    share_of(2.5)
+    sizes = sizes_timed(monkeypatch)
+    found = [train(**OPTIONS).summary["clients_per_group"] for _ in range(4)]
+    assert sizes == [[1, 2]]
     assert found == [1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(("runs", "expected"), [(2, 1), (3, 2)])
+def test_a_command_of_several_runs_measures_in_the_first(counted, share_of, monkeypatch, runs, expected):
+    share_of(2.5)
+    sizes_timed(monkeypatch)
+    with auto_select.planned_runs(runs):
+        assert train(**OPTIONS).summary["clients_per_group"] == expected
+
+
+def test_a_comparison_plans_all_its_runs(monkeypatch):
+    seen, run = [], compare.run_or_resume
+    monkeypatch.setattr(compare, "run_or_resume", lambda *args: seen.append(auto_select._planned) or run(*args))
+    options = {"methods": ["fedavg", "fedprox"], "seeds": 2, "references": False, "engine": "inline"}
+    unskew.compare(blobs(SIZES), model=SmallBatchNorm(), **{**GIVEN, "rounds": 1, **options})
+    assert seen == [4] * 4
+    assert auto_select._planned == 1
+
+
+def test_other_group_sizes_are_added_to_the_stored_ones(counted, monkeypatch):
+    """With another cohort, only the missing times are measured, and the stored ones are kept for the first cohort."""
+    sizes = sizes_timed(monkeypatch)
+    for sizes_of_clients in (SIZES, [16] * 6, SIZES, [16] * 6):
+        torch.manual_seed(0)
+        budget = {"local_epochs": None, "local_steps": 2}
+        unskew.run(blobs(sizes_of_clients), model=SmallBatchNorm(), **{**GIVEN, **OPTIONS, **budget})
+    assert sizes == [[1, 2], [1, 3]]
+
+
+def test_a_tiny_run_trains_in_the_main_process_with_one_thread(monkeypatch, tmp_path):
+    """Starting workers takes longer than its two steps, and a step is too short for several threads."""
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 4)
+    monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
+    before, threads = torch.get_num_threads(), []
+
+    class Threads(unskew.Callback):
+        def round(self, row):
+            threads.append(torch.get_num_threads())
+
+    result = train(tmp_path / "run", rounds=1, callbacks=[Threads()])
+    kept = json.loads((tmp_path / "run" / "engine.json").read_text())
+    assert (kept["engine"], kept["threads"], kept["decided"]) == ("inline", 1, "rule")
+    assert result.summary["engine"] == "inline"
+    assert threads == [1]
+    assert torch.get_num_threads() == before
 
 
 def test_another_model_or_budget_is_measured_again(counted):
@@ -252,12 +316,12 @@ def test_a_damaged_calibration_file_is_replaced(counted):
     train(engine="processes", clients_per_group="auto", workers=2)
     path = calibration.calibration_file()
     (key,) = json.loads(path.read_text())
-    for content in ("damaged", "[]", '{"KEY": {"alone": -1, "steps": 1}}', '{"KEY": 3}'):
+    for content in ("damaged", "[]", '{"KEY": {"steps": {"2x1": -1}}}', '{"KEY": 3}'):
         path.write_text(content.replace("KEY", key))
         counted.clear()
         train(engine="processes", clients_per_group="auto", workers=2)
         assert counted, content
-        assert json.loads(path.read_text())[key]["processes"] == {"2x1": 1.0, "2x2": 1.0}
+        assert json.loads(path.read_text())[key]["steps"].keys() == {"2x1", "2x2"}
 
 
 def test_the_smallest_of_interleaved_times_counts(monkeypatch):
@@ -268,10 +332,13 @@ def test_the_smallest_of_interleaved_times_counts(monkeypatch):
     assert order == [1, 2, 1, 2, 1, 2]  # untimed once, then in turn until the time suffices
 
 
-def test_a_stored_choice_starts_no_more_workers_than_the_request_allows(tmp_path, monkeypatch):
+def test_a_stored_choice_starts_no_more_workers_and_threads_than_the_request_allows(tmp_path, monkeypatch):
     monkeypatch.setattr(auto_select, "num_cores", lambda: 8)
     monkeypatch.setattr(auto_select.processes, "fork_available", lambda: True)
     for stored, cohort, workers in ((4096, 100, 8), (4096, 3, 3), (2, 100, 2)):
         asked = EngineRequest("auto", None, "auto")
         write_model(tmp_path / "engine.json", EngineChoice("processes", stored, asked=asked.identity))
         assert choose_engine(asked, None, cohort, 1, tmp_path, resume=True).workers == workers
+    for stored, threads in ((None, None), (1, 1), (4096, 8)):
+        write_model(tmp_path / "engine.json", EngineChoice("inline", 1, threads=stored, asked=asked.identity))
+        assert choose_engine(asked, None, 4, 1, tmp_path, resume=True).threads == threads

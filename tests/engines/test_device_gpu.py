@@ -48,7 +48,9 @@ def test_recorded_steps_give_the_numbers_of_steps_from_python(method, precision,
         train(method, "vectorized", "cuda", blobs(list(sizes)), graphs=graphs, **options) for graphs in ("off", "auto")
     ]
     assert not any("not recorded" in str(warning) for warning in results[1].summary.get("warnings", []))
-    assert_close(results[1].vector, results[0].vector, 100 * MAGNIFIED, dtype=torch.float64 if precision == "fp64" else None)
+    assert_close(
+        results[1].vector, results[0].vector, 100 * MAGNIFIED, dtype=torch.float64 if precision == "fp64" else None
+    )
 
 
 def test_recorded_rounds_repeat_their_bits():

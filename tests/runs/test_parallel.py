@@ -16,6 +16,7 @@ from support.sweeps import small_table
 import unskew
 from unskew.config.loader import experiment
 from unskew.data.federation import ArrayClients
+from unskew.engines import auto_select
 from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
 from unskew.engines.stacked import JointEngine
@@ -171,11 +172,11 @@ def test_stacked_needs_the_engine_vectorized_before_anything_is_run(capsys, tmp_
 
 
 def echo(given, number, callbacks):
-    """A work: what it was given, and a warning."""
+    """A work: what it was given and how many runs the engine is chosen for, and a warning."""
     callbacks[0].warn(f"{number} of {given}")
     if number == 3:
         raise ConfigError("client 3 has bad data")
-    return number, torch.get_num_threads(), isinstance(given.clients, ArrayClients)
+    return number, torch.get_num_threads(), isinstance(given.clients, ArrayClients), auto_select._planned
 
 
 class Listener:
@@ -193,7 +194,7 @@ def test_a_work_is_told_of_here_and_its_error_is_raised_here():
     found = []
     with pytest.raises(ConfigError, match="client 3 has bad data"):
         found.extend(run_jobs(works, 1, federation))
-    assert found == [(1, (1, num_cores(), True)), (2, (2, num_cores(), True))]
+    assert found == [(1, (1, num_cores(), True, 4)), (2, (2, num_cores(), True, 4))]
     assert listener.told == [f"{n} of {federation!r}" for n in (1, 2, 3)]
 
 

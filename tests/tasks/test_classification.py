@@ -13,6 +13,7 @@ from support.multilabel import federation, sample
 from support.slow import slow_but
 from support.tolerance import FEW, TRAINING, assert_close, near
 from torch import nn
+from torch.nn import functional as F
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
@@ -24,7 +25,7 @@ from unskew.methods.registry import METHODS, rule_class
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
-from unskew.tasks.classification import Classification, MultiLabel
+from unskew.tasks.classification import NOTHING, Classification, MultiLabel, cross_entropy
 from unskew.tasks.registry import TASKS
 from unskew.testing import assert_engines_agree
 
@@ -394,3 +395,28 @@ def test_arrays_that_do_not_fit_the_task():
         task="classification",
     )
     refused([(x, y)], "no task 'multi'. Did you mean 'multilabel'", task="multi")
+
+
+@pytest.mark.parametrize(
+    ("reduction", "weights"), [("mean", None), ("sum", None), ("none", None), ("none", (0.5, 2.0, 1.0))]
+)
+def test_the_mapped_cross_entropy_and_its_gradient_are_those_of_pytorch_for_each_client(reduction, weights):
+    draws = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, 6, 3, generator=draws, dtype=torch.float64)
+    y = torch.randint(0, 3, (4, 6), generator=draws)
+    ignored = {}
+    if reduction == "sum":
+        y[0, 1], ignored = NOTHING, {"ignore_index": NOTHING}
+    w = None if weights is None else torch.tensor(weights, dtype=torch.float64)
+
+    def mapped(logits, y):
+        return cross_entropy(logits, y, w, reduction).sum()
+
+    def alone(logits, y):
+        return F.cross_entropy(logits, y, w, reduction=reduction, **ignored).sum()
+
+    slopes, losses = torch.func.vmap(torch.func.grad_and_value(mapped))(logits, y)
+    for k in range(4):
+        slope, loss = torch.func.grad_and_value(alone)(logits[k], y[k])
+        assert_close(losses[k], loss, FEW)
+        assert_close(slopes[k], slope, FEW)

@@ -26,6 +26,7 @@ from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
+from unskew.engines.auto_select import planned_runs
 from unskew.errors import ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import parse_path, write_atomic
@@ -272,7 +273,8 @@ class ComparisonPlan:
         for name, seed in self.configs:
             run = finished.get((name, seed))
             if run is None:
-                run = run_or_resume(given, *arguments(name, seed), callbacks(name, seed))
+                with planned_runs(len(self.configs)):
+                    run = run_or_resume(given, *arguments(name, seed), callbacks(name, seed))
             yield name, seed, run
 
 

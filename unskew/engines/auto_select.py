@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
+import torch
 
-from unskew.engines import calibration, processes, timing
+from unskew.engines import calibration, costs, processes, timing
 from unskew.engines.base import EngineConfig
 from unskew.engines.calibration import Measurement
 from unskew.engines.cpu import num_cores, num_threads
@@ -24,28 +27,43 @@ from unskew.models.user_modules import describe_error
 
 LOG = logging.getLogger("unskew")
 FILE = "engine.json"
-MIN_STEPS = 150
-"""Local steps of all clients in all rounds, below which nothing is measured."""
-SHORT_SECONDS = 6.0
-"""Estimated duration, of a run and of earlier runs that timed no groups either, below which groups are not timed."""
-LONG_SECONDS = 30.0
-"""The same duration, from which groups are timed for every model, not only for those with short steps."""
-SHORT_STEP = 4e-3
-"""CPU seconds of a local step below which a model is likely to train faster in groups."""
+SHARE = 0.05
+"""Largest share of a command's estimated duration, with earlier runs that lacked the same times, that a trial may take."""
+REPEATED = 3
+"""How often a trial runs each workload at least."""
 LONG_STEP = 50e-3
-"""CPU seconds of a local step from which groups are not timed: such models keep a core busy by themselves."""
+"""Estimated seconds of a local step from which clients are not grouped: such models keep a core busy by themselves."""
 MIN_FULL_SHARE = 0.5
 """Share of full batches below which clients are not grouped."""
 GROUP_SIZES = (8, 25)
-"""Group sizes to time; sizes near them that give all workers equal work are used."""
+"""Group sizes to compare; sizes near them that give all workers equal work are used."""
 GROUP_SECONDS = 0.15
 """CPU seconds that one run of a workload should take at most."""
 MAX_GROUP_BYTES = 1 << 30
 """Approximate memory limit of a group of clients."""
 MARGIN = 0.95
-"""Groups or fewer workers are used if they take at most this share of the default's time."""
-INLINE_MARGIN = 0.85
+"""Groups or fewer workers are used if a run takes at most this share of the default's time."""
+UNMEASURED_MARGIN = 0.9
+"""The same if one of the two is only estimated."""
+INLINE_MARGIN = 0.9
 """``inline`` replaces ``processes`` if it takes at most this share of the time: other programs slow it down more."""
+
+_planned = 1
+
+
+@contextlib.contextmanager
+def planned_runs(number: int) -> Iterator[None]:
+    """Context manager in which ``auto`` expects several runs of the same local work, so that measuring pays sooner.
+
+    Args:
+        number: Number of runs of a command.
+    """
+    global _planned
+    before, _planned = _planned, max(_planned, number)
+    try:
+        yield
+    finally:
+        _planned = before
 
 
 @pydantic.dataclasses.dataclass(frozen=True, config=STRICT)
@@ -57,6 +75,7 @@ class EngineChoice:
         workers: Number of worker processes of ``processes``.
         clients_per_group: Number of clients that are trained as one network.
         decided: ``given`` by the user, by a ``rule``, or ``measured``.
+        threads: Number of threads of ``inline``; None for PyTorch's.
         trial: Predicted seconds of a round for each measured candidate.
         asked: The user's request, for a run that is resumed.
     """
@@ -64,6 +83,7 @@ class EngineChoice:
     engine: str
     workers: Annotated[int, pydantic.Field(ge=0, le=4096)]
     clients_per_group: Annotated[int, pydantic.Field(ge=1, le=1024)] = 1
+    threads: Annotated[int, pydantic.Field(ge=1, le=4096)] | None = None
     decided: Literal["given", "rule", "measured"] = "rule"
     trial: dict[str, float] = field(default_factory=dict)
     asked: list[str | int | None] = field(default_factory=list)
@@ -124,11 +144,6 @@ class Budget:
     steps: float
     full_share: float
 
-    @property
-    def total_steps(self) -> float:
-        """Local steps of all clients in all rounds."""
-        return self.rounds * self.cohort * self.steps
-
 
 def choose_engine(
     request: EngineRequest, setup: EngineConfig, cohort: int, rounds: int, folder: Path | None, resume: bool
@@ -154,7 +169,7 @@ def choose_engine(
             "ray" if cluster else request.engine,
             request.workers or 0,
             clients_per_group,
-            "given",
+            decided="given",
             asked=request.identity,
         )
     if request.engine == "vectorized" and request.clients_per_group != "auto":
@@ -165,18 +180,17 @@ def choose_engine(
     workers = min(request.workers or num_cores(), cohort)
     kept_choice = _stored_choice(folder) if resume else None
     if kept_choice is not None and kept_choice.asked == request.identity and _is_available(kept_choice):
-        return replace(kept_choice, workers=min(kept_choice.workers, workers))
+        threads = kept_choice.threads and min(kept_choice.threads, num_cores())
+        return replace(kept_choice, workers=min(kept_choice.workers, workers), threads=threads)
     if setup.device.type != "cpu":
         if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
         engine = engine_by_rule(setup.device.type, 1) if request.engine == "auto" else request.engine
         return EngineChoice(engine, 1, asked=request.identity)
     engine = engine_by_rule("cpu", workers) if request.engine == "auto" else request.engine
-    plain = EngineChoice(engine, workers, 1, "rule" if "auto" in request.identity else "given", asked=request.identity)
-    if isinstance(request.clients_per_group, int):
-        plain = EngineChoice(
-            engine, workers, min(request.clients_per_group, cohort), plain.decided, asked=request.identity
-        )
+    group = min(request.clients_per_group, cohort) if isinstance(request.clients_per_group, int) else 1
+    decided: Literal["rule", "given"] = "rule" if "auto" in request.identity else "given"
+    plain = EngineChoice(engine, workers, group, decided=decided, asked=request.identity)
     open_ended = request.engine == "auto" or (request.engine == "processes" and request.clients_per_group == "auto")
     choice = plain
     if open_ended and not resume:
@@ -215,37 +229,26 @@ def _is_available(choice: EngineChoice) -> bool:
 
 
 def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, budget: Budget) -> EngineChoice:
-    """Return the fastest candidate by measurement, or ``plain`` if the run is too short for one."""
-    if budget.total_steps < MIN_STEPS:
-        return plain
+    """Return the candidate that is the fastest by stored times, by new ones if the runs are long enough, or by estimates."""
     inputs = str(setup.federation.clients[timing.largest_client(setup)].x.dtype)
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
-    known = calibration.read_entries().get(key)
-    alone = known.alone if known else _seconds_alone(setup)
-    duration = budget.total_steps * alone / plain.workers + (known.unmeasured if known else 0.0)
     groups, form = _group_sizes(request, plain, setup, budget), None
-    stored = known is not None and all(f"{plain.workers}x{k}" in known.processes for k in groups)
-    worth_it = duration >= SHORT_SECONDS and alone < SHORT_STEP
-    worth_it = worth_it or (duration >= LONG_SECONDS and alone < LONG_STEP) or groups == [1]
     if groups != [1]:
-        form = grouped_unchecked(setup.spec) if worth_it or stored or plain.clients_per_group > 1 else None
+        form = grouped_unchecked(setup.spec)
+        if form is None and plain.clients_per_group > 1:
+            return plain
         groups = groups if form is not None else [1]
-    steps = max(1, min(round(budget.steps), int(GROUP_SECONDS / (max(groups) * alone))))
-    if known is None or not (stored or groups == [1]):  # times without groups have too many steps for a trial of groups
-        known = Measurement(alone=alone, steps=steps)
-    trial = Trial(request, plain, setup, budget, form, known)
-    if not (worth_it or stored):
-        trial.store(unmeasured=duration)
-    trial.time_groups(groups)
-    trial.time_inline(groups)
-    if trial.changed:
+    stored = calibration.read_entries().get(key, Measurement())
+    trial = Trial(request, plain, setup, budget, form, stored)
+    trial.compare(groups)
+    if trial.measurement != stored:
         calibration.save_measurement(key, trial.measurement)
     return trial.fastest()
 
 
 @dataclass
 class Trial:
-    """Comparison of candidates by measured and stored times.
+    """Comparison of candidates by measured, stored and estimated times.
 
     Attributes:
         request: The user's request.
@@ -254,8 +257,8 @@ class Trial:
         budget: Local work of the run.
         form: Grouped form of the model, if groups are compared.
         measurement: Times that are known already.
-        changed: Whether times were added to the measurement.
         predicted: Predicted seconds of a round of each candidate.
+        measured: Candidates whose times were measured.
     """
 
     request: EngineRequest
@@ -264,86 +267,117 @@ class Trial:
     budget: Budget
     form: GroupedModel | None
     measurement: Measurement
-    changed: bool = field(default=False, init=False)
     predicted: dict[EngineCandidate, float] = field(default_factory=dict, init=False)
+    measured: set[EngineCandidate] = field(default_factory=set, init=False)
 
-    def time_groups(self, groups: list[int]) -> None:
-        """Compare groups of clients in worker processes, then the best of them in half as many workers."""
-        if self.plain.engine != "processes":
-            return
-        self._in_processes(groups, self.plain.workers)
-        half = self.plain.workers // 2
-        if self.request.workers is None and half > 1 and self.predicted:
+    def __post_init__(self) -> None:
+        self.alone = costs.step_seconds(self.setup.spec, self.setup.training.batch_size)
+        self.threads = costs.threads_of(self.alone, num_cores())
+        self.workers = self.plain.workers if self.plain.engine == "processes" else 0
+        self.waited = False
+        self._compares_half = self.request.workers is None and self.workers >= 4
+
+    def compare(self, groups: list[int]) -> None:
+        """Predict the time of groups of clients, then of the best of them in half as many workers, and of ``inline``."""
+        self._add(self.workers, groups)
+        half = self.workers // 2
+        if self._compares_half and self.predicted.keys() <= self.measured:
             # Fewer workers can be faster if cores share units or wait for the same memory.
             best = min(self.predicted, key=lambda candidate: self.predicted[candidate])
-            self._in_processes([best.clients_per_group], half)
-
-    def time_inline(self, groups: list[int]) -> None:
-        """Compare ``inline``, if the request allows it and it can be the fastest."""
-        budget = self.budget
-        if self.plain.engine == "inline":
-            seconds = timing.min_seconds(self._workloads(groups), time.perf_counter)
-            self._predict("inline", 1, seconds)
-            return
-        # With all threads, a round takes at best the time of one thread divided by the number of threads.
-        at_best = budget.cohort * budget.steps * self.measurement.alone / num_cores()
-        fastest = min(self.predicted.values(), default=math.inf)
-        if self.request.engine != "auto" or at_best > INLINE_MARGIN * fastest:
-            return
-        if self.measurement.inline is None:
-            seconds = timing.min_seconds(self._workloads([1]), time.perf_counter)
-            self.store(inline=seconds[1])
-        assert self.measurement.inline is not None
-        self._predict("inline", 1, {1: self.measurement.inline})
+            self._add(half, [best.clients_per_group])
+        if self.workers and self.request.engine == "auto" and self.request.clients_per_group in ("auto", 1):
+            # With several threads, a step takes at best the time of one thread divided by their number.
+            alone = self.measurement.steps.get(f"{self.workers}x1", self.alone)
+            at_best = self._total(EngineCandidate("inline", 1, 1), self._round(0, 1, alone / self.threads))
+            fastest = min(self._total(*item) for item in self.predicted.items())
+            if at_best <= INLINE_MARGIN * fastest and (self.threads == 1 or self._speedup > 1.0):
+                for workers in (self.workers, 0):  # measured times are not compared with estimated ones
+                    self._add(workers, [1])
 
     def fastest(self) -> EngineChoice:
-        """Return the choice with the shortest predicted round that beats the default by its margin."""
-        plain, predicted = self.plain, self.predicted
-        workers = plain.workers if plain.engine == "processes" else 1
-        default = EngineCandidate(plain.engine, workers, plain.clients_per_group)
-        if default not in predicted:  # there is nothing to compare with
-            return plain
-        allowed = {
-            candidate: seconds
-            for candidate, seconds in predicted.items()
-            if seconds < predicted[default] * (MARGIN if candidate.engine == plain.engine else INLINE_MARGIN)
-        }
-        chosen = min(allowed, key=lambda candidate: allowed[candidate], default=default)
-        table = {candidate.label(plain.workers): round(seconds, 6) for candidate, seconds in predicted.items()}
-        return EngineChoice(chosen.engine, chosen.workers, chosen.clients_per_group, "measured", table, plain.asked)
+        """Return the choice with the shortest predicted run that beats the default by its margin."""
+        default = next(iter(self.predicted))
+        total = {candidate: self._total(candidate, seconds) for candidate, seconds in self.predicted.items()}
 
-    def _workloads(self, groups: list[int]) -> dict[int, Any]:
-        steps = self.measurement.steps
-        return {k: timing.steps_workload(self.setup, self.form, k, steps) for k in groups}
+        def margin(candidate: EngineCandidate) -> float:
+            if candidate.engine != default.engine:
+                return INLINE_MARGIN
+            return MARGIN if {default, candidate} <= self.measured else UNMEASURED_MARGIN
 
-    def _in_processes(self, groups: list[int], workers: int) -> None:
+        allowed = [each for each in total if total[each] < total[default] * margin(each)]
+        chosen = min(allowed, key=lambda candidate: total[candidate], default=default)
+        table = {each.label(self.plain.workers): round(self.predicted[each], 6) for each in self.measured}
+        threads = self.threads if self.request.engine == "auto" and chosen.engine == "inline" else None
+        decided: Literal["rule", "measured"] = "measured" if table else "rule"
+        return EngineChoice(*chosen, threads, decided, table, self.plain.asked)
+
+    def _add(self, workers: int, groups: list[int]) -> None:
+        """Predict the times of groups; 0 workers are this process. What is missing is measured if that is worth it."""
         keys = {k: f"{workers}x{k}" for k in groups}
-        if any(key not in self.measurement.processes for key in keys.values()):
-            seconds = timing.time_in_processes(self.setup, self.form, groups, self.measurement.steps, workers)
-            self.store(processes={**self.measurement.processes, **{keys[k]: s for k, s in seconds.items()}})
-        known = self.measurement.processes
-        self._predict("processes", workers, {k: known[key] for k, key in keys.items() if key in known})
+        alternatives = len(groups) > 1 or bool(self.predicted) or self._compares_half
+        if alternatives and any(key not in self.measurement.steps for key in keys.values()):
+            self._time(workers, groups)
+        known = self.measurement.steps
+        # Estimates are on the scale of this machine if one of the times is known.
+        scale = next((known[key] / self._estimate(workers, k) for k, key in keys.items() if key in known), 1.0)
+        for k, key in keys.items():
+            step = known.get(key, scale * self._estimate(workers, k))
+            if k > 1:  # a batch of another size is trained one client at a time
+                alone = known.get(f"{workers}x1", scale * self._estimate(workers, 1))
+                step = self.budget.full_share * step + (1 - self.budget.full_share) * k * alone
+            candidate = EngineCandidate("processes" if workers else "inline", workers or 1, k)
+            self.predicted[candidate] = self._round(workers, k, step)
+            if key in known:
+                self.measured.add(candidate)
+
+    def _time(self, workers: int, groups: list[int]) -> None:
+        """Measure groups, if the runs are long enough; otherwise their time is remembered for later runs."""
+        budget = self.budget
+        run = (
+            self._total(*next(iter(self.predicted.items())))
+            if self.predicted
+            else budget.rounds * self._round(workers, 1, self._estimate(workers, 1))
+        )
+        waited = _planned * run + self.measurement.unmeasured
+        once = sum(k * self.alone for k in groups)
+        steps = int((SHARE * waited - costs.START) / (REPEATED * once))
+        if steps < 1:
+            if not self.waited:
+                self.store(unmeasured=self.measurement.unmeasured + run)
+            self.waited = True
+            return
+        steps = max(1, min(steps, round(budget.steps), int(GROUP_SECONDS / (max(groups) * self.alone))))
+        if workers:
+            seconds = timing.time_in_processes(self.setup, self.form, groups, steps, workers)
+        else:
+            with num_threads(self.threads if self.request.engine == "auto" else torch.get_num_threads()):
+                workloads = {k: timing.steps_workload(self.setup, self.form, k, steps) for k in groups}
+                seconds = timing.min_seconds(workloads, time.perf_counter)
+        times = {f"{workers}x{k}": taken / steps for k, taken in seconds.items()}
+        self.store(steps={**self.measurement.steps, **times}, unmeasured=0.0)
 
     def store(self, **values: Any) -> None:
         """Set fields of the measurement, which is then written to the calibration file."""
         self.measurement = self.measurement.model_copy(update=values)
-        self.changed = True
 
-    def _predict(self, engine: str, workers: int, seconds: Mapping[int, float]) -> None:
-        """Predict the seconds of a round from the seconds of each group size."""
-        budget, alone, steps = self.budget, self.measurement.alone, self.measurement.steps
-        for k, taken in seconds.items():
-            step = taken / steps
-            if k > 1:  # a batch of another size is trained one client at a time
-                step = budget.full_share * step + (1 - budget.full_share) * k * alone
-            turns = math.ceil(math.ceil(budget.cohort / k) / workers)
-            self.predicted[EngineCandidate(engine, workers, k)] = turns * budget.steps * step
+    def _estimate(self, workers: int, k: int) -> float:
+        """Return the estimated seconds of a local step of a group, in a worker or, with threads, in this process."""
+        seconds = costs.step_seconds(self.setup.spec, self.setup.training.batch_size, k)
+        if workers:
+            return seconds * (costs.CROWDED if workers > 1 and self.alone >= LONG_STEP else 1.0)
+        return seconds / self._speedup
 
+    @cached_property
+    def _speedup(self) -> float:
+        return costs.speedup(self.alone, self.threads)
 
-def _seconds_alone(setup: EngineConfig) -> float:
-    """Measure the CPU seconds of one local step of one client."""
-    with num_threads(1):
-        return timing.min_seconds({1: timing.steps_workload(setup, None, 1, 1)}, time.process_time)[1]
+    def _round(self, workers: int, k: int, step: float) -> float:
+        """Return the seconds of a round from those of a local step of a group."""
+        return costs.round_seconds(workers, k, self.budget.cohort, self.budget.steps, step)
+
+    def _total(self, candidate: EngineCandidate, seconds: float) -> float:
+        """Return the seconds of a run from those of a round."""
+        return self.budget.rounds * seconds + (costs.START if candidate.engine == "processes" else 0.0)
 
 
 def _local_work(setup: EngineConfig) -> tuple[float, float]:
@@ -362,7 +396,7 @@ def _group_sizes(request: EngineRequest, plain: EngineChoice, setup: EngineConfi
     """Return the group sizes to compare; sizes that give all workers equal work, the default first."""
     if isinstance(request.clients_per_group, int):
         return [plain.clients_per_group]
-    if budget.full_share <= MIN_FULL_SHARE:
+    if budget.full_share <= MIN_FULL_SHARE or costs.step_seconds(setup.spec, setup.training.batch_size) >= LONG_STEP:
         return [1]
     spec, cohort, workers = setup.spec, budget.cohort, plain.workers
     values = 6 * spec.size + 4 * setup.training.batch_size * spec.widest

@@ -37,18 +37,12 @@ class Measurement(JsonModel):
     """Measured training times of one model on one machine.
 
     Attributes:
-        alone: CPU seconds of one local step of one client.
-        steps: Local steps per client in the other measurements.
-        processes: CPU seconds of ``steps`` local steps in each of several simultaneous workers, by workers and group size,
-            as ``"2x25"``.
-        inline: Wall-clock seconds of ``steps`` local steps of one client with all threads, or None if not measured.
-        unmeasured: Estimated seconds of all runs so far that were too short to time groups of clients.
+        steps: Seconds of a local step of a group, by workers and group size, as ``"2x25"``: CPU seconds in each of several
+            simultaneous workers, or with 0 workers wall-clock seconds in the process itself.
+        unmeasured: Estimated seconds of the runs so far that were too short to measure what they lacked.
     """
 
-    alone: Seconds
-    steps: Annotated[int, Field(ge=1, le=1 << 31)]
-    processes: dict[Workers, Seconds] = Field(default_factory=dict)
-    inline: Seconds | None = None
+    steps: dict[Workers, Seconds] = Field(default_factory=dict)
     unmeasured: Annotated[float, Field(ge=0, le=1e9)] = 0.0
 
 
@@ -112,5 +106,5 @@ def save_measurement(key: str, measurement: Measurement) -> None:
         with file_lock(path.with_name(".engines.lock"), LOCK_SECONDS):
             entries = {k: v for k, v in read_entries().items() if k != key}
             entries[key] = measurement
-            newest = {k: v.model_dump(exclude_none=True) for k, v in list(entries.items())[-MAX_ENTRIES:]}
+            newest = {k: v.model_dump() for k, v in list(entries.items())[-MAX_ENTRIES:]}
             write_atomic(path, (json.dumps(newest, indent=1) + "\n").encode())

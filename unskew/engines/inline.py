@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+import torch
+
 from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
@@ -17,6 +19,7 @@ class InlineEngine:
     Args:
         setup: Configuration of the engine.
         clients_per_group: Number of clients that are trained as one network.
+        threads: Number of threads until the engine is closed; None for PyTorch's.
 
     Attributes:
         name: Name of the engine.
@@ -24,7 +27,10 @@ class InlineEngine:
 
     name = "inline"
 
-    def __init__(self, setup: EngineConfig, clients_per_group: int = 1):
+    def __init__(self, setup: EngineConfig, clients_per_group: int = 1, threads: int | None = None):
+        self.threads_before = torch.get_num_threads()
+        if threads is not None:
+            torch.set_num_threads(threads)
         self.setup, self.clients_per_group = setup, clients_per_group
         self.trainer = LocalTrainer(setup)
         self.group = GroupTrainer(setup, self.trainer, grouped_form(setup.spec)) if clients_per_group > 1 else None
@@ -41,4 +47,5 @@ class InlineEngine:
         yield from (done[index] for index in range(len(broadcasts)))
 
     def close(self) -> None:
-        """Do nothing, because there is nothing to release."""
+        """Restore the number of threads."""
+        torch.set_num_threads(self.threads_before)

@@ -39,7 +39,7 @@ from unskew.engines.cpu import (
 from unskew.engines.in_order import in_order
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
-from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch, schedule_groups, steps_per_client
+from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
 from unskew.errors import EngineError, UnskewError
 from unskew.models.grouped.context import GroupedModel, grouped_form
 from unskew.protocol.messages import Broadcast, Update
@@ -195,8 +195,6 @@ class ProcessesEngine:
         torch.set_num_threads(1)
         self.setup, self.clients_per_group = setup, clients_per_group
         form = grouped_form(setup.spec) if clients_per_group > 1 else None
-        if form is not None:
-            preload_functorch()
         self.inbox = SharedMemory()
         large = clients_per_group > 1 or setup.spec.size * setup.spec.dtype.itemsize > LARGE_BYTES
         self.ahead = 1 if large else AHEAD

@@ -51,6 +51,7 @@ def make_engine(
     workers: int | None = None,
     clients_per_group: int = 1,
     ray: Mapping[str, Any] | None = None,
+    threads: int | None = None,
 ) -> Engine:
     """Create an engine.
 
@@ -60,13 +61,14 @@ def make_engine(
         workers: Number of processes of ``processes``, or of concurrent tasks of ``ray``; None or 0 for one per core.
         clients_per_group: Number of clients that are trained as one network.
         ray: Options of the engine ``ray``.
+        threads: Number of threads of ``inline``; None for PyTorch's.
 
     Raises:
         ConfigError: If the engine does not exist, or an option is not valid.
         EngineError: If the engine is not available on this machine.
     """
     if engine == "inline":
-        return InlineEngine(setup, clients_per_group)
+        return InlineEngine(setup, clients_per_group, threads)
     if engine == "processes":
         return ProcessesEngine(setup, workers, clients_per_group)
     if engine == "vectorized":

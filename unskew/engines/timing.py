@@ -20,7 +20,7 @@ import torch
 from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import keep_freed_memory, num_threads
 from unskew.engines.local_trainer import LocalTrainer
-from unskew.engines.vmap_trainer import GroupTrainer, preload_functorch
+from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.models.grouped.context import GroupedModel
 from unskew.protocol.messages import Broadcast, ClientState
 
@@ -117,8 +117,6 @@ def time_in_processes(
     Returns:
         CPU seconds of ``steps`` local steps of each group, the mean over the workers; empty if a worker failed.
     """
-    if max(groups) > 1:
-        preload_functorch()
     context = multiprocessing.get_context("fork")
     barrier = context.Barrier(workers)
     pipes, processes = [], []

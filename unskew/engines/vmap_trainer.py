@@ -6,7 +6,6 @@ and with them the results.
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Hashable, Sequence
 from itertools import accumulate, groupby, pairwise
@@ -78,11 +77,6 @@ def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most:
             parts.append(part)
         part.append(index)
     return parts
-
-
-def preload_functorch() -> None:
-    """Load the PyTorch modules of the first mapped loss before workers are forked, which saves each half a second."""
-    importlib.import_module("torch.fx.experimental.symbolic_shapes")
 
 
 class GroupTrainer:

@@ -43,6 +43,7 @@ from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
+from unskew.tasks.classification import cross_entropy
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]
@@ -150,7 +151,7 @@ class FedGen(ClientRule):
             key = fold(fold(ctx.key, PURPOSE), batch.step)
             y = draw_labels(fold(key, 1), carry["present"], self.batch)
             features = G(g, y, normal(fold(key, 2), (self.batch, self.noise)).to(v.dtype))
-            loss = loss + self.a * fade * F.cross_entropy(spec.head(v, features), y)
+            loss = loss + self.a * fade * cross_entropy(spec.head(v, features), y)
             same = G(g, batch.y, normal(fold(key, 3), (len(batch.y), self.noise)).to(v.dtype))
             teacher = spec.head(v, same).detach()
             student = ctx.model(v, batch.x, batch.track).logits

@@ -41,6 +41,7 @@ from unskew.protocol.rules import ClientRule, Context, DataRule, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, uniform
+from unskew.tasks.classification import cross_entropy
 
 NonNegative = Annotated[float, Field(ge=0)]
 Whole = Annotated[int, Field(ge=1)]
@@ -144,7 +145,7 @@ class VHL(DataRule, ClientRule):
             seen = ctx.model(v, x, False)
             loss = loss_fn(v, batch)
             if self.virtual:
-                loss = loss + self.virtual * F.cross_entropy(seen.logits, y)
+                loss = loss + self.virtual * cross_entropy(seen.logits, y)
             if lam:
                 z, anchor = ctx.model(v, batch.x, batch.track).features, seen.features.detach()
                 z, anchor = z.flatten(1).to(v.dtype), anchor.flatten(1).to(v.dtype)

@@ -95,6 +95,7 @@ class ModelSpec:
             language model, the part ``head`` is the last layer (or block) with trainable parameters.
         blocks: Name of the list of a transformer's blocks, each of which is one layer; None for other models.
         intensities: Whether inputs must be pixel intensities from 0 to 1, which the model normalizes itself.
+        outputs: Number of values that each layer without parts outputs for one sample, by name.
         widest: Largest number of values that a layer outputs for one sample.
         grouped_model: Grouped form that runs passes mapped over clients, or None.
         draws_globally: Whether a pass in training mode draws from global generators, so that clients are trained one at a
@@ -117,6 +118,7 @@ class ModelSpec:
     head_trains: bool
     blocks: str | None
     intensities: bool
+    outputs: dict[str, int]
     widest: int
     grouped_model: GroupedForm | None
     draws_globally: bool
@@ -164,7 +166,7 @@ class ModelSpec:
         self.buffer_shapes = [tuple(b.shape) for b in floats.values()]
         self.buffer_sizes = [b.numel() for b in floats.values()]
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
-        self.widest = 1
+        self.outputs, self.widest = {}, 1
         self.layers, self.used = self._trace()
         self.head_name = find_head(self.module, head, self.used)
         self.head_trains = any(name.startswith(self._prefix) for name in self.names)
@@ -180,7 +182,9 @@ class ModelSpec:
         def seen(name: str, out: object) -> None:
             order.append(name)
             if isinstance(out, Tensor):
-                self.widest = max(self.widest, out.numel() // 2)
+                values = out.numel() // 2
+                self.outputs[name] = self.outputs.get(name, 0) + values
+                self.widest = max(self.widest, values)
 
         hooks = [
             m.register_forward_hook(lambda _m, _a, out, name=n: seen(name, out))

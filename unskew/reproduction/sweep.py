@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from unskew.comparison.single_run import last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.engines.auto_select import planned_runs
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, DataError
 from unskew.generators.synthetic_dataset import SYNTHETIC
@@ -149,11 +151,9 @@ class Sweep:
             finished = run_stacked([(jobs[0].arguments[0], jobs) for jobs in groups.values()], storage)
         else:
             finished = run_jobs_here(works, storage)
-        try:
+        with suppress(TimeIsOverError), planned_runs(len(works)):
             for _ in finished:
                 self._speeds = None
-        except TimeIsOverError:
-            pass
         return list(self.found(seeds))
 
     def progress(self) -> TableProgress:

@@ -241,7 +241,7 @@ def run_jobs(works: Sequence[Job], num_workers: int, given: Any = None) -> Itera
             )
         else:
             check_may_start_processes()
-            crew = ProcessPool(max(1, min(num_workers, len(works))), path)
+            crew = ProcessPool(max(1, min(num_workers, len(works))), path, len(works))
         try:
             yield from crew.carry_out(works, stopped)
             if stopped:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
+from unskew.engines.auto_select import planned_runs
 from unskew.engines.cpu import exit_with_parent, keep_freed_memory, set_core_limit
 from unskew.engines.mmap_pickle import load_mmap
 from unskew.errors import EngineError
@@ -44,7 +45,7 @@ class _CallbackRelay(Callback):
         self._tell("end", summary)
 
 
-def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM) -> None:
+def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTERM, runs: int = 1) -> None:
     """Run jobs in this process until the parent process closes the pipe.
 
     Args:
@@ -52,8 +53,9 @@ def run_job(pipe: Connection, path: str, share: int, ending: int = signal.SIGTER
         path: File with the object that all jobs receive.
         share: Number of cores that this process uses.
         ending: Signal that this process receives when its parent ends. After SIGTERM the round is finished and saved.
+        runs: Number of jobs that this process is likely to run.
     """
-    with contextlib.suppress(KeyboardInterrupt):
+    with contextlib.suppress(KeyboardInterrupt), planned_runs(runs):
         _work(pipe, path, share, ending)
 
 

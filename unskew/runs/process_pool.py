@@ -6,6 +6,7 @@ The processes are spawned, not forked, so all functions and classes of a job mus
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import pickle
 import signal
@@ -131,6 +132,7 @@ class ProcessPool:
     Attributes:
         places: Number of processes.
         given: File with the object that all jobs receive.
+        jobs: Number of jobs that will be run.
         processes: Processes by their connection.
         busy: Running jobs by the connection of their process.
         done: Names of finished jobs.
@@ -138,17 +140,18 @@ class ProcessPool:
 
     places: int
     given: Path
+    jobs: int = 1
     processes: dict[Connection, BaseProcess] = field(default_factory=dict)
     busy: dict[Connection, RunningJob] = field(default_factory=dict)
     done: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         context = multiprocessing.get_context("spawn")
-        share = max(1, num_cores() // self.places)
+        share, runs = max(1, num_cores() // self.places), math.ceil(self.jobs / self.places)
         for _ in range(self.places):
             ours, child_end = context.Pipe()
             # Not daemons, because a daemon must not start worker processes.
-            process = context.Process(target=run_job, args=(child_end, str(self.given), share))
+            process = context.Process(target=run_job, args=(child_end, str(self.given), share, signal.SIGTERM, runs))
             process.start()
             child_end.close()
             self.processes[ours] = process

@@ -76,7 +76,7 @@ class SimulatedClients:
         ray = config.ray.model_dump(exclude_none=True, exclude={"state"}) if choice.engine == "ray" else None
 
         def create(setup: EngineConfig, again: bool = resume) -> Engine:
-            engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group, ray)
+            engine = make_engine(choice.engine, setup, choice.workers, choice.clients_per_group, ray, choice.threads)
             if isinstance(engine, VectorizedEngine) and parts.folder is not None:
                 engine.remember_choices(parts.folder, again)
             return engine

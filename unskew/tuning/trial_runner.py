@@ -18,6 +18,7 @@ from unskew.config.loader import experiment
 from unskew.config.metrics import AUTO
 from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
+from unskew.engines.auto_select import planned_runs
 from unskew.errors import ConfigError, DataError
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import method
@@ -188,7 +189,7 @@ def make_trials(plan: TuningPlan, studies: Mapping[str, Study], follow: Follow =
     """
     for name, study in studies.items():
         while True:
-            with study.next() as trial:
+            with planned_runs(plan.trials * len(studies)), study.next() as trial:
                 if trial is None:
                     break
                 make_trial(plan, name, trial, follow(f"{name}, trial {trial.number + 1} of {plan.trials}"))

@@ -10,8 +10,8 @@ from support.tolerance import MAGNIFIED, assert_close
 from torch import nn
 
 import unskew
+from unskew import functorch_api
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
-from unskew.models.grouped import functorch_api
 from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchecked, use_grouped
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model

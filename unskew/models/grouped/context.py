@@ -13,7 +13,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor, nn
 
-from unskew.models.grouped import functorch_api, vmap_op
+from unskew import functorch_api
+from unskew.models.grouped import vmap_op
 from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.grouped.values import UnsupportedLayerError
 from unskew.models.grouped.vmap_op import GroupingError, MappedPass, PassInputs

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from unskew.models.grouped.functorch_api import is_mapped, outside_vmap, unwrap_batched, wrap_batched
+from unskew.functorch_api import is_mapped, outside_vmap, unwrap_batched, wrap_batched
 from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.spec import ModelSpec
 

@@ -38,8 +38,9 @@ def missing_functions() -> str:
 
 
 def is_mapped(*tensors: object) -> bool:
-    """Return whether any tensor is under a transform such as the mapping over clients."""
-    return any(isinstance(t, Tensor) and _functorch.is_functorch_wrapped_tensor(t) for t in tensors)
+    """Return whether any tensor is under a transform such as the mapping over clients; False if that is not known."""
+    wrapped = getattr(_functorch, "is_functorch_wrapped_tensor", None)
+    return wrapped is not None and any(isinstance(t, Tensor) and wrapped(t) for t in tensors)
 
 
 def outside_vmap() -> AbstractContextManager[None]:
