@@ -20,7 +20,7 @@ from unskew.engines.group_batches import GroupBatches, StepKind
 from unskew.engines.local_trainer import combined_trainable_mask, composed_gradient
 from unskew.engines.recording import Recorder, Recording, Static, overwrite
 from unskew.models.execution import Batch, FunctionalModel
-from unskew.protocol.messages import Tensors
+from unskew.protocol.messages import Tensors, num_bytes
 from unskew.seeding import fold
 
 
@@ -325,6 +325,12 @@ class RecordedCohort(MappedCohort):
         self.round = round
         self._given.load(stacked)
         self.stacked, self.dims = self._given.tree, self._given_dims
+
+    @property
+    def bytes(self) -> int:
+        """Size of the fixed tensors in bytes."""
+        fixed = [self._given, *self._fixed.values(), *(kind.table for kind in self._kinds.values())]
+        return sum(num_bytes(t for t in each.leaves if isinstance(t, Tensor)) for each in fixed)
 
     @property
     def reasons(self) -> list[str]:

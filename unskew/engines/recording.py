@@ -270,6 +270,8 @@ class Recording:
         """
         if self._graph is not None and not self._seen.holds(round):
             self._graph = None
+            if not self._seen.used:  # it does something else from now on, which is checked first
+                self._uses = 0
         pays = not self._seen.used or left >= LEAST_REPLAYS
         if self._graph is None and self._uses >= USES and not self.reasons and pays:
             self._seen = WatchedRound(round)

@@ -29,8 +29,8 @@ from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, SummedUpdate, Tensors, Update, replace_fields
 
-MAX_RECORDED = 8
-"""Largest number of cohorts with other shapes whose recordings are kept, each with its memory."""
+MAX_RECORDED_BYTES = 4 << 30
+"""Size of the fixed tensors of recorded cohorts above which those that were not used for the longest time are dropped."""
 TIMED_STEPS = 16
 """Number of steps that are timed together."""
 
@@ -193,9 +193,9 @@ class GroupTrainer:
         cohort = self._recorded.pop(key, None)
         if cohort is None:
             cohort = RecordedCohort(self.steps, stacked, dims, parts, self.record)
+            while self._recorded and sum(each.bytes for each in self._recorded.values()) > MAX_RECORDED_BYTES:
+                self._recorded.pop(next(iter(self._recorded)))
         self._recorded[key] = cohort  # the last used one comes last
-        if len(self._recorded) > MAX_RECORDED:
-            self._recorded.pop(next(iter(self._recorded)))
         cohort.start(round, stacked)
         return cohort, batches
 
