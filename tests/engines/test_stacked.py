@@ -366,7 +366,7 @@ def test_the_number_of_clients_at_once_counts_those_of_all_runs(tmp_path):
     for number, engine in enumerate(engines):
         engine.memory, engine.width = Memory(), None
         (tmp_path / str(number)).mkdir()
-        engine.remember_width(tmp_path / str(number), False)
+        engine.remember_choices(tmp_path / str(number), False)
     sizes = []
     joint = JointEngine(engines)
     mapped = joint.trainer.mapped
