@@ -60,14 +60,44 @@ def _fourth_channel(rows: Tensor) -> Tensor:
     return data.flatten(3).permute(0, 3, 1, 2)
 
 
+DIRECT = 16
+"""Inputs and outputs from which the gradient of a weight is computed in the layout of the weight."""
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    turned = weight.transpose(1, 2)
+    return torch.bmm(x, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), x, turned)
+
+
+class _Linear(torch.autograd.Function):
+    """Linear layers whose weight gradient is not transposed, as autograd's is, which takes long to copy."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return _product(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        x, weight = ctx.saved_tensors
+        wants_x, wants_weight, wants_bias = ctx.needs_input_grad
+        return (
+            torch.bmm(g, weight) if wants_x else None,
+            torch.bmm(g.transpose(1, 2), x) if wants_weight else None,
+            g.sum(1) if wants_bias else None,
+        )
+
+
 def _linear(run: GroupedPass, layer: nn.Linear, name: str, x: GroupedValue) -> GroupedValue:
     rows = run.rows(x)
     weight = run.of(layer.weight)
     bias = run.of(layer.bias)
     assert weight is not None
     flat = rows.reshape(run.k, -1, rows.shape[-1])
-    turned = weight.transpose(1, 2)
-    out = torch.bmm(flat, turned) if bias is None else torch.baddbmm(bias.unsqueeze(1), flat, turned)
+    if min(layer.weight.shape) >= DIRECT:
+        out: Tensor = _Linear.apply(flat, weight, bias)  # type: ignore[no-untyped-call]
+    else:
+        out = _product(flat, weight, bias)
     return GroupedValue(out.view(*rows.shape[:-1], -1), False)
 
 

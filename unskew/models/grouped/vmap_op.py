@@ -7,6 +7,7 @@ function with its own ``vmap`` rule and gradient, which cannot be differentiated
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,40 @@ class PassInputs(NamedTuple):
     b: Tensor
     x: Tensor
     keys: Tensor | None
+
+
+def joined_gradient(like: Tensor, k: int, spec: ModelSpec, gradients: Sequence[Tensor | None]) -> Tensor:
+    """Return gradients of parameters in the layouts of their layers as one tensor, ``[k, d]``, which copies each once.
+
+    Args:
+        like: Tensor with the data type and device of the result.
+        k: Number of clients.
+        spec: Layout of the model.
+        gradients: Gradient of each parameter of all clients; None for zeros.
+    """
+    joined = like.new_empty(k, spec.size)
+    for own, g in zip(torch.split(joined, spec.sizes, 1), gradients, strict=True):
+        if g is None:
+            own.zero_()
+        else:
+            part = g if g.shape[0] == k else torch.unflatten(g, 0, (k, -1))
+            own.view(part.shape).copy_(part)
+    return joined
+
+
+class _Pieces(torch.autograd.Function):
+    """Parameters of all clients in the layouts of their layers; autograd would copy each gradient twice."""
+
+    @staticmethod
+    def forward(ctx: Any, v: Tensor, spec: ModelSpec, twin: GroupedNetwork) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.like, ctx.k, ctx.spec = v.new_empty(0), len(v), spec
+        slices = zip(spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
+        return tuple(twin.layout(own.view(len(v), *shape)) for shape, own in slices)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor, None, None]:
+        return joined_gradient(ctx.like, ctx.k, ctx.spec, gradients), None, None
 
 
 class MappedPass:
@@ -111,12 +146,7 @@ class MappedPass:
         slope_x = torch.zeros_like(self.x) if slope_x is None else slope_x
         if not wants_v:
             return slopes[0].new_zeros(self.k, 1), slope_x
-        slope_v = slopes[0].new_zeros(self.k, self.spec.size)
-        for own, g in zip(torch.split(slope_v, self.spec.sizes, 1), gradients, strict=True):
-            if g is not None:
-                part = g if g.shape[0] == self.k else torch.unflatten(g, 0, (self.k, -1))
-                own.view(part.shape).copy_(part)
-        return slope_v, slope_x
+        return joined_gradient(slopes[0], self.k, self.spec, gradients), slope_x
 
     def _shared(self, mapped: tuple[bool, ...]) -> bool:
         """Return whether all clients use one model without dropout, so that their inputs form one batch."""
@@ -140,10 +170,8 @@ class MappedPass:
 
     def _pieces(self, k: int, v: Tensor) -> dict[str, Tensor]:
         """Return the parameters of all clients by name, in the layouts of their layers."""
-        spec = self.spec
-        # One torch.split for all: the gradient of each separate slice would be as large as the whole vector.
-        named_slices = zip(spec.names, spec.shapes, torch.split(v, spec.sizes, 1), strict=True)
-        return {name: self.twin.layout(tensor.view(k, *shape)) for name, shape, tensor in named_slices}
+        pieces: tuple[Tensor, ...] = _Pieces.apply(v, self.spec, self.twin)  # type: ignore[no-untyped-call]
+        return dict(zip(self.spec.names, pieces, strict=True))
 
     def _stacked(self, k: int, every: PassInputs, pieces: dict[str, Tensor], x: Tensor) -> Outputs:
         spec, b = self.spec, every.b
