@@ -235,3 +235,33 @@ def test_resumed_in_memory_what_was_on_disk(tmp_path, monkeypatch):
             unskew.run(fed, **OPTIONS, out=tmp_path / "disk", callbacks=[StopAfter(5)])
     unskew.resume(tmp_path / "disk", federation=fed, model=OPTIONS["model"])
     assert_same_run(tmp_path / "memory", tmp_path / "disk")
+
+
+@pytest.mark.parametrize("limit", [4 << 30, 100])
+def test_rows_of_several_clients_are_kept_as_single_states(tmp_path, limit):
+    """In tables, or cloned and spilled if these would not fit."""
+    stored = ClientStore(tmp_path / "rows", limit)
+    single = ClientStore(tmp_path / "single")
+    draws = torch.Generator().manual_seed(0)
+    rounds = [([1, 4], ("c",)), ([4, 2], ("c", "n")), ([1, 2, 4], ("c",)), ([0, 1], ("c", "n")), ([4], ("n",))]
+    for clients, names in rounds:
+        rows = {name: torch.randn(len(clients), 30, generator=draws) for name in names}
+        stored.keep_rows(clients, {"one": rows, "none": {}}, num_clients=5)
+        for k, client in enumerate(clients):
+            single.keep(client, ClientState({"one": {name: t[k].clone() for name, t in rows.items()}}), None)
+        for tensors in rows.values():
+            tensors.zero_()  # rows are copied
+        for client in range(5):
+            same(stored.get(client), single.get(client))
+    assert stored.bytes == pytest.approx(single.bytes, abs=0 if limit > 100 else 1000)
+    stored.put(4, state(7, 30))
+    stored.keep_rows([4, 2], {"one": {"c": torch.ones(2, 30)}}, num_clients=5)
+    assert stored.get(4)["rules/one/c"].eq(1).all()
+    assert "rules/one/n" not in stored.get(4), "a rule writes all of its state"
+
+
+def test_tables_change_with_the_shape_of_a_tensor(tmp_path):
+    store = ClientStore(tmp_path / "clients")
+    store.keep_rows([0, 1], {"one": {"c": torch.ones(2, 3)}}, num_clients=3)
+    store.keep_rows([1, 2], {"one": {"c": torch.zeros(2, 4, dtype=torch.float64)}}, num_clients=3)
+    assert [store.get(k)["rules/one/c"].tolist() for k in range(3)] == [[1.0] * 3, [0.0] * 4, [0.0] * 4]

@@ -114,11 +114,12 @@ class ClientStore:
                     names.discard(name)
             rows_of = send(rows_of, table.device)
             table.index_copy_(0, rows_of, rows)
+        written = tuple(f"rules/{rule}/" for rule, kept in state.items() if kept)
         for client in clients if tensors else ():
-            known = self._tabled.get(client, set())
-            if not known.issuperset(tensors):
-                self.put(client, {**self.get(client), **{name: self._tables[name][client] for name in tensors}})
-                self._tabled[client] = known | tensors.keys()
+            if self._tabled.get(client) != tensors.keys():
+                others = {name: t for name, t in self.get(client).items() if not name.startswith(written)}
+                self.put(client, {**others, **{name: self._tables[name][client] for name in tensors}})
+                self._tabled[client] = set(tensors)
 
     def checksum(self, client: int) -> str | None:
         """Return the SHA-256 of a client's file, if known."""
