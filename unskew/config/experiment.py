@@ -135,7 +135,7 @@ class Experiment(DataSpec):
     clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
     """Number of clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network. ``auto``
     measures the best number for ``processes`` and is 1 for the others."""
-    graphs: Literal["auto", "off"] = "auto"
+    graphs: Literal["auto", "never"] = "auto"
     """Whether ``vectorized`` records local steps as CUDA graphs: ``auto`` does on CUDA if method and model allow it."""
     ray: RayConfig = RayConfig()
     """Cluster of the engine ``ray``."""

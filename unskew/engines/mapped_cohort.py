@@ -18,7 +18,7 @@ from unskew.engines.client_axis import Tree, replace_rows, select_rows
 from unskew.engines.client_inputs import ClientInputs, apply_begin_hooks, apply_end_hooks, local_update
 from unskew.engines.group_batches import GroupBatches, StepKind
 from unskew.engines.local_trainer import combined_trainable_mask, composed_gradient
-from unskew.engines.recording import Recorder, Recording, Static, overwrite
+from unskew.engines.recording import Recorder, Recording, RuleWatch, Static, overwrite
 from unskew.models.execution import Batch, FunctionalModel
 from unskew.protocol.messages import Tensors, num_bytes
 from unskew.seeding import fold
@@ -47,6 +47,7 @@ class CohortSteps:
 
     def __init__(self, setup: EngineConfig, inputs: ClientInputs, grouped: bool, draws: bool):
         self.setup, self.inputs, self.grouped, self.draws = setup, inputs, grouped, draws
+        self.watch = RuleWatch(setup.rules)
 
     def begin(self, round: int, dims: Tree, stacked: dict[str, Any], b: Tensor) -> tuple[list[Tensors], Tensor, bool]:
         """Run the hooks before the first step.
@@ -311,8 +312,11 @@ class RecordedCohort(MappedCohort):
         key: Tensor = self._given.tree["key"]
         self.keys = key.expand(self.count) if dims["key"] is None else key
         self._fixed: dict[str, Static] = {}
-        self._begin = Recording(self._run_begin, steps.setup.device)
-        self._end = {summed: Recording(partial(self._run_end, summed), steps.setup.device) for summed in (False, True)}
+        self._begin = Recording(self._run_begin, steps.setup.device, steps.watch)
+        self._end = {
+            summed: Recording(partial(self._run_end, summed), steps.setup.device, steps.watch)
+            for summed in (False, True)
+        }
         self._kinds: dict[StepKind, RecordedKind] = {}
 
     def start(self, round: int, stacked: dict[str, Any]) -> None:
@@ -346,9 +350,12 @@ class RecordedCohort(MappedCohort):
         self._fixed[name] = Static(tree)
         if fixed is not None and name != "results":  # a rule does something else from this round on
             self._kinds.clear()
-            self._end = {
-                summed: Recording(partial(self._run_end, summed), self.steps.setup.device) for summed in (False, True)
-            }
+            self._end = self._new_ends()
+
+    def _new_ends(self) -> dict[bool, Recording]:
+        """Return the recordings of the hooks after the last step, with sums and without."""
+        setup, watch = self.steps.setup, self.steps.watch
+        return {summed: Recording(partial(self._run_end, summed), setup.device, watch) for summed in (False, True)}
 
     def begin(self, optimizer_state: Callable[[Tensor], Tensors]) -> None:
         """Run the hooks before the first step."""
@@ -428,7 +435,9 @@ class RecordedKind:
     def __init__(self, cohort: RecordedCohort, table: Tensors):
         self.cohort, self.table = cohort, Static(table)
         self._next = torch.zeros(1, dtype=torch.int64, device=table["rows"].device)
-        self.step = Recording(self._run, cohort.steps.setup.device, lambda: [*cohort.overwritten(), self._next])
+        self.step = Recording(
+            self._run, cohort.steps.setup.device, cohort.steps.watch, lambda: [*cohort.overwritten(), self._next]
+        )
 
     def start(self, table: Tensors) -> None:
         """Start a round.

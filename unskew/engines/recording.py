@@ -9,6 +9,7 @@ before the recording, because a failed one can make the device unusable for the 
 from __future__ import annotations
 
 import operator
+import pickle
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -97,6 +98,11 @@ class WatchedRound:
         self.used = True
         return self.value
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """Class ``int``, for rules that test the type."""
+        return int
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._number(), name)
 
@@ -120,10 +126,10 @@ def _use(function: Callable[..., Any], reverse: bool = False) -> Callable[..., A
 
 for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
     setattr(WatchedRound, f"__{_name}__", _comparison(getattr(operator, _name)))
-for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow"):
-    setattr(WatchedRound, f"__{_name}__", _use(getattr(operator, _name)))
-    setattr(WatchedRound, f"__r{_name}__", _use(getattr(operator, _name), reverse=True))
-for _function in (int, float, operator.index, bool, hash, str, repr, format, operator.neg):
+for _name in (*("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and_", "or_", "xor", "lshift", "rshift"),):
+    setattr(WatchedRound, f"__{_name.strip('_')}__", _use(getattr(operator, _name)))
+    setattr(WatchedRound, f"__r{_name.strip('_')}__", _use(getattr(operator, _name), reverse=True))
+for _function in (int, float, operator.index, bool, hash, str, repr, format, operator.neg, abs, round, divmod):
     setattr(WatchedRound, f"__{_function.__name__}__", _use(_function))
 
 
@@ -236,12 +242,46 @@ def signature(tree: Tree) -> str:
     return repr(([(tuple(t.shape), t.dtype, t.device) if isinstance(t, Tensor) else t for t in leaves], layout))
 
 
+class RuleWatch:
+    """Finds out whether the hooks of rules change attributes of the rules, which a graph does not repeat.
+
+    Attributes may change when work is executed for the first time, such as values that are computed once.
+
+    Args:
+        rules: Rules of the run.
+
+    Attributes:
+        changed: Whether attributes have changed later.
+    """
+
+    def __init__(self, rules: Sequence[object]):
+        self.rules = rules
+        self.changed = False
+        self._known = self._content()
+
+    def settle(self) -> None:
+        """Accept the changes of a first execution."""
+        self._known = self._content()
+
+    def check(self) -> bool:
+        """Return whether no attribute has changed since the last first execution."""
+        self.changed = self.changed or self._content() != self._known
+        return not self.changed
+
+    def _content(self) -> list[Any]:
+        try:
+            return [pickle.dumps([vars(rule) for rule in self.rules])]
+        except Exception:  # values that cannot be compared are compared by identity
+            return [{name: id(value) for name, value in vars(rule).items()} for rule in self.rules]
+
+
 class Recording:
     """Work that is executed from Python at first, and replayed from then on.
 
     Args:
         work: Function of the number of the round, which reads and writes tensors with fixed addresses.
         device: Device of the work.
+        watch: Watches the attributes of the rules.
         overwritten: Returns the tensors that the work reads and overwrites, whose values a recording must not change.
 
     Attributes:
@@ -252,9 +292,10 @@ class Recording:
         self,
         work: Callable[[Any], None],
         device: torch.device,
+        watch: RuleWatch,
         overwritten: Callable[[], Sequence[Tensor]] = tuple,
     ):
-        self.work, self.device, self.overwritten = work, device, overwritten
+        self.work, self.device, self.watch, self.overwritten = work, device, watch, overwritten
         self.reasons: list[str] = []
         self._uses = 0
         self._graph: Graph | None = None
@@ -273,6 +314,8 @@ class Recording:
             if not self._seen.used:  # it does something else from now on, which is checked first
                 self._uses = 0
         pays = not self._seen.used or left >= LEAST_REPLAYS
+        if self.watch.changed:
+            self._graph, self.reasons = None, ["a hook changes an attribute of its rule"]
         if self._graph is None and self._uses >= USES and not self.reasons and pays:
             self._seen = WatchedRound(round)
             with kept(self.overwritten()) as restore:
@@ -283,9 +326,12 @@ class Recording:
         self._uses += 1
         if self._uses != USES:
             self.work(round)
+            if self._uses == 1:
+                self.watch.settle()
             return
         with CaptureCheck(self.device) as check:
             self.work(round)
+        self.watch.check()
         self.reasons = [*check.reasons]
 
 

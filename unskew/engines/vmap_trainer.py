@@ -23,7 +23,7 @@ from unskew.engines.device import elapsed, time_mark
 from unskew.engines.group_batches import GroupBatches
 from unskew.engines.local_trainer import LocalTrainer, requested_carry
 from unskew.engines.mapped_cohort import CohortSteps, MappedCohort, RecordedCohort
-from unskew.engines.recording import Recorder, signature
+from unskew.engines.recording import Recorder, WatchedRound, signature
 from unskew.errors import UnskewError
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.models.user_modules import describe_error
@@ -162,6 +162,8 @@ class GroupTrainer:
             raise
         except Exception as error:  # errors that do not come from the recording are raised below
             reason = describe_error(error)
+            if WatchedRound.__name__ in reason:
+                reason = "ctx.round was passed to a function of PyTorch; pass int(ctx.round)"
         self.record = None
         self._recorded.clear()
         updates = self._train_cohort(broadcasts)
@@ -174,7 +176,7 @@ class GroupTrainer:
             self._warned_unrecorded = True
             self.setup.warn(
                 f"Local steps are not recorded as a CUDA graph, which makes small models several times slower ({reason}). "
-                "The numbers are the same. Set graphs=off to avoid the attempt."
+                "The numbers are the same. Set graphs=never to avoid the attempt."
             )
 
     def _prepared(self, broadcasts: Sequence[Broadcast], plans: list[BatchPlan]) -> tuple[MappedCohort, GroupBatches]:
