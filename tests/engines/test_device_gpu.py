@@ -64,11 +64,11 @@ def test_recorded_rounds_repeat_their_bits():
 def test_seeds_trained_together_on_the_gpu_have_the_numbers_of_single_runs(method, tmp_path):
     options = {"rounds": 5, "local_steps": 6, "precision": "fp64", "data": "digits", "clients": 6, "model": "cnn"}
     found = [
-        unskew.compare([method], seeds=3, out=tmp_path / str(parallel), engine="vectorized", device="cuda",
+        unskew.compare(methods=[method], seeds=3, out=tmp_path / str(parallel), engine="vectorized", device="cuda",
                        parallel=parallel, references=False, **options)
         for parallel in (1, "stacked")
     ]  # fmt: skip
-    accuracies = [[row["accuracy"] for row in result.rows] for result in found]
+    accuracies = [[rows[-1]["accuracy"] for rows in result.histories[method]] for result in found]
     assert accuracies[0] == accuracies[1]
 
 

@@ -14,7 +14,7 @@ from support.running import TIMES, metrics
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.data.clients import DrawnClients, IndexedClients, StackedClients, stack_clients
+from unskew.data.clients import ArrayClients, DrawnClients, IndexedRows, StackedClients, stack_clients
 from unskew.data.load import load_federation
 from unskew.data.shared_copies import shared_copy
 from unskew.engines.base import EngineConfig
@@ -399,8 +399,8 @@ def test_runs_share_the_array_of_their_data():
 
 def test_stacked_clients_are_the_clients_without_a_copy():
     parts = [load_federation("digits", partition="dirichlet:0.5", clients=n, seed=n).clients for n in (3, 4)]
-    indexed = [IndexedClients(c.rows, c.like, c.y, c.offsets, c.splits) for c in parts]
-    for sources, kind in ((indexed, IndexedClients), (parts, StackedClients)):
+    apart = [ArrayClients(c.x, c.y, c.offsets, c.splits) for c in parts]
+    for sources, kind in ((parts, DrawnClients), (apart, StackedClients)):
         joined = stack_clients(sources)
         assert type(joined) is kind
         assert len(joined) == 7
@@ -408,12 +408,22 @@ def test_stacked_clients_are_the_clients_without_a_copy():
             own = sources[int(k > 2)][k - 3 * int(k > 2)]
             for name in ("x", "y", "x_test", "y_test"):
                 assert torch.equal(getattr(joined[k], name), getattr(own, name))
-    joined = stack_clients(indexed)
+    joined = stack_clients(parts)
     assert joined.rows.x is parts[0].rows.x
     rows = torch.tensor([0, joined.bounds(5)[0], joined.bounds(6)[2] - 1])
     assert torch.equal(joined.take(rows), joined.x[rows])
-    assert isinstance(stack_clients([parts[0], indexed[1]]), StackedClients)
-    assert isinstance(parts[0], DrawnClients)
+    assert isinstance(stack_clients([parts[0], apart[1]]), StackedClients)
+
+
+def test_a_small_part_of_an_array_is_moved_without_the_rest():
+    whole = load_federation("digits", partition="dirichlet:0.5", clients=4).clients
+    rows, n = whole.rows, whole.offsets[1]
+    part = DrawnClients(IndexedRows(rows.x, rows.rows[:n], rows.offsets[:2]), whole.like, whole.y[:n],
+                        whole.offsets[:2], whole.splits[:1])  # fmt: skip
+    assert 2 * n < len(rows.x)
+    moved = [clients.to(torch.device("meta")) for clients in (whole, part)]
+    assert [type(clients) for clients in moved] == [DrawnClients, ArrayClients]
+    assert len(moved[1].x) == n
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedcog:start_round=1,g_steps=2,n=6", "dpsgd:noise=1"])
@@ -434,8 +444,8 @@ def test_data_in_one_array_give_the_same_numbers(method, tmp_path, monkeypatch, 
 
     monkeypatch.setattr("unskew.runs.run.assemble", assemble)
     indexed = []
-    take = IndexedClients.take
-    monkeypatch.setattr(IndexedClients, "take", lambda self, rows: indexed.append(len(self)) or take(self, rows))
+    take = DrawnClients.take
+    monkeypatch.setattr(DrawnClients, "take", lambda self, rows: indexed.append(len(self)) or take(self, rows))
     compare(tmp_path / "stacked", method, "stacked", **options)
     assert SEEDS in joint
     assert 6 * SEEDS in indexed

@@ -9,6 +9,7 @@ import shutil
 import pytest
 from support.running import call
 
+from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import stored_outcomes
 from unskew.reproduction.preset import Preset, load_preset
 from unskew.reproduction.sweep import Sweep
@@ -65,19 +66,32 @@ def content(folder):
     return outcomes, models
 
 
+class RoundClock(Callback):
+    """A clock that advances by a second with every round of any run."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def round(self, row):
+        self.now += 1.0
+
+
 @pytest.mark.parametrize("parallel", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_table_that_is_interrupted_again_and_again_equals_one_that_is_not(tmp_path, parallel):
-    preset, seeds, ticks = small_preset(ROWS), [0, 1], itertools.count()
+    preset, seeds, clock = small_preset(ROWS), [0, 1], RoundClock()
 
     def sweep(folder, limit=None):
-        return Sweep(preset, "paper", folder / "runs", folder / "results", {}, limit=limit)
+        follow = lambda title, common: [clock]  # noqa: E731
+        return Sweep(preset, "paper", folder / "runs", folder / "results", {}, follow=follow, limit=limit)
 
     whole = sweep(tmp_path / "whole").carry_out(seeds, parallel)
     assert len(whole) == len(ROWS) * len(COLUMNS) * len(seeds)
     partial_runs, finished = set(), 0
     for _ in range(60):
-        # A clock that advances by a second whenever it is read: a round takes one second, a call seven.
-        part = sweep(tmp_path / "parts", TimeLimit(7 / 60, lambda: float(next(ticks))))
+        part = sweep(tmp_path / "parts", TimeLimit(7 / 60, clock))
         shown = part.carry_out(seeds, parallel)
         state = part.progress()
         assert len(shown) == state.finished >= finished

@@ -23,15 +23,18 @@ from unskew.engines.stacked import JointEngine
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.parallel import (
     SMALL,
+    TOGETHER,
     num_parallel_jobs,
     num_parallel_runs,
     num_runs_per_card,
     read_parallel,
     run_jobs,
     run_jobs_here,
+    run_stacked,
     stacks_runs,
 )
 from unskew.runs.process_pool import Job
+from unskew.simulation.round_loop import RunInterrupted
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -141,8 +144,7 @@ def test_which_runs_are_trained_together(monkeypatch):
         together(parallel, engine=engine, device="cuda") for parallel in (None, 1) for engine in ("auto", "inline")
     ]
     assert on_gpu == [True, False, False, False]
-    assert not together("auto", device="cuda", engine="vectorized")  # side by side on the card
-    assert num_parallel_runs(None, [experiment({})] * 2, 100) == 1
+    assert [num_parallel_runs(parallel, [experiment({})] * 2, 100) for parallel in (1, None)] == [1, TOGETHER]
     assert not together(None, device="cuda", ray={"address": "10.0.0.1:6379"})
 
 
@@ -309,3 +311,17 @@ def test_jobs_that_are_not_ready_are_passed_over_with_those_after_them():
         Job("then", finish_job, ("then",), after=("first",), ready=lambda: "first" in done),
     ]
     assert [name for name, _ in run_jobs_here(works, done)] == done == ["first", "then"]
+
+
+def interrupt(given, name, callbacks):
+    given.append(name)
+    os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_in_the_last_round_of_runs_together_starts_no_other_runs():
+    done = []
+    configs = [experiment({"method": name, "device": "cpu"}) for name in ("fedavg", "scaffold")]
+    works = [Job(name, interrupt, (name,)) for name in ("fedavg", "scaffold")]
+    with pytest.raises(RunInterrupted):
+        list(run_stacked(works, done, configs))
+    assert done == ["fedavg"]

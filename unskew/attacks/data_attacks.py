@@ -46,7 +46,7 @@ def with_flipped_labels(federation: Federation, attackers: Collection[int], atta
         start, split, _ = clients.bounds(k)
         y[start:split] = flipped_labels(y[start:split], federation.classes, attack)
     if isinstance(clients, DrawnClients):
-        flipped: ArrayClients = type(clients)(
+        flipped: ArrayClients = DrawnClients(
             clients.rows, clients.like, y, clients.offsets, clients.splits, clients.mapped
         )
     else:

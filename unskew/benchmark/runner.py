@@ -23,7 +23,7 @@ from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, append_outcome, identity_hash, read_outcome, stored_outcomes
 from unskew.runs.cost import estimate
-from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
+from unskew.runs.parallel import execute_jobs, num_parallel_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
@@ -155,14 +155,8 @@ class SuiteRuns:
         Yields:
             Each finished unit, and the error with which it failed or None.
         """
-        at_once = num_parallel_jobs(parallel, len(units))
-        if run_in_pool(at_once):
-            works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
-            for unit, failure in run_jobs(works, at_once, self):
-                yield unit, failure  # type: ignore[misc]
-            return
-        for unit in units:
-            yield unit, run_unit(self, unit, [])
+        works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
+        yield from execute_jobs(works, num_parallel_jobs(parallel, len(units)), self)
 
     def _before(self, unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from numbers import Integral
@@ -26,7 +26,6 @@ from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
-from unskew.engines.auto_select import planned_runs
 from unskew.errors import ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import parse_path, write_atomic
@@ -35,12 +34,11 @@ from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.plots.curves import plot_clients_by_class
 from unskew.protocol.rules import Method
-from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
-from unskew.runs.parallel import check_parallel, num_parallel_runs, run_in_pool, run_jobs, run_stacked, stacks_runs
+from unskew.runs.parallel import check_parallel, execute_jobs, num_parallel_runs
 from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds
@@ -122,12 +120,11 @@ def compare(
             plan, left_out = plan.with_references(data)
         if folder is not None:
             _plot_clients(data, which[0], folder)
-        configs = list(plan.configs.values())
-        stacked, at_once = stacks_runs(parallel, configs), num_parallel_runs(parallel, configs, size)
+        at_once = num_parallel_runs(parallel, list(plan.configs.values()), size)
         if budget_minutes is not None or on_estimate is not None:
             on_cluster = isinstance(parallel, str) and "@" in parallel
-            _report_estimate(plan, data, None if on_cluster else at_once, budget_minutes, on_estimate)
-        result = _collect(plan, plan.execute(at_once, callbacks, stacked), tuple(left_out))
+            _report_estimate(plan, data, None if on_cluster else max(1, at_once), budget_minutes, on_estimate)
+        result = _collect(plan, plan.execute(at_once, callbacks), tuple(left_out))
         result = replace(result, target=default_target(result.ranked.values()) if target is None else target)
         if folder is not None:
             result.plot(folder / "convergence.png")
@@ -240,42 +237,27 @@ class ComparisonPlan:
         return replace(self, methods=self.methods | added, overrides=overrides), left_out
 
     def execute(
-        self, at_once: int, callbacks: Callable[[str, int], Sequence[Callback]], stacked: bool = False
+        self, at_once: int, callbacks: Callable[[str, int], Sequence[Callback]]
     ) -> Iterator[tuple[str, int, RunRecords]]:
         """Run all methods, seed by seed; finished runs are read and interrupted ones resumed.
 
         Args:
-            at_once: Number of concurrent runs; with more than one, all runs finish before the first yield.
+            at_once: Number of concurrent runs, see ``num_parallel_runs``; unless it is 1, all runs finish before the first
+                yield.
             callbacks: Returns the callbacks of a run for its method and seed.
-            stacked: Whether the seeds of a method are trained together; all runs then finish before the first yield.
 
         Yields:
             Method, seed and records of each run.
         """
+        jobs = []
+        for key, config in self.configs.items():
+            arguments = key[0], config, self.run_folder(*key), self.shared_folder
+            jobs.append(Job(key, run_or_resume, arguments, partial(callbacks, *key)))
         given: Given = (self.federation, self.model, self.methods)
-
-        def arguments(name: str, seed: int) -> tuple[str, Experiment, Path | None, Path | None]:
-            return name, self.configs[name, seed], self.run_folder(name, seed), self.shared_folder
-
-        def pool_callbacks(name: str, seed: int) -> Sequence[Callback]:
-            return [*callbacks(name, seed), *notebook_progress()]
-
-        follow = callbacks if stacked else pool_callbacks
-        jobs = {key: Job(key, run_or_resume, arguments(*key), partial(follow, *key)) for key in self.configs}
-        finished: dict[Hashable, RunRecords] = {}
-        if stacked:
-            groups = [[(name, seed) for seed in self.seeds] for name in self.methods]
-            finished = dict(
-                run_stacked([(self.configs[group[0]], [jobs[key] for key in group]) for group in groups], given)
-            )
-        elif run_in_pool(at_once):
-            finished = dict(run_jobs(list(jobs.values()), at_once, given))
-        for name, seed in self.configs:
-            run = finished.get((name, seed))
-            if run is None:
-                with planned_runs(len(self.configs)):
-                    run = run_or_resume(given, *arguments(name, seed), callbacks(name, seed))
-            yield name, seed, run
+        runs = execute_jobs(jobs, at_once, given, list(self.configs.values()))
+        order = list(self.configs)
+        for (name, seed), records in runs if at_once == 1 else sorted(runs, key=lambda run: order.index(run[0])):
+            yield name, seed, records
 
 
 def _plot_clients(data: Federation, seed: int, folder: Path) -> None:

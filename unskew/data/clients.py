@@ -74,7 +74,7 @@ class ArrayClients(Sequence[ClientData]):
 
     mapped = False
     in_array = True
-    """Whether ``take`` reads the inputs from one array."""
+    """Whether the inputs are rows of one array in memory, see ``indexed``."""
 
     def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
         self.x = x
@@ -104,7 +104,7 @@ class ArrayClients(Sequence[ClientData]):
         return IndexedRows(self.x, torch.arange(len(self.y), device=self.y.device), self.offsets)
 
     def take(self, rows: Tensor) -> Tensor:
-        """Return the inputs of some samples, numbered client by client, on the device of the data."""
+        """Return the inputs of some samples, numbered client by client, if ``in_array``."""
         return take_rows(self.x, rows)
 
     def inputs(self) -> Iterator[Tensor]:
@@ -133,7 +133,6 @@ class DrawnClients(ArrayClients):
     """
 
     source: tuple[DataSpec, int] | None = None
-    in_array = False
 
     def __init__(
         self, rows: Rows, like: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray, mapped: bool = False
@@ -141,6 +140,7 @@ class DrawnClients(ArrayClients):
         self.rows = rows
         self.like = like
         self.mapped = mapped
+        self.in_array = isinstance(rows, IndexedRows) and not mapped
         self.y = y
         self.offsets = offsets
         self.splits = splits
@@ -194,11 +194,22 @@ class DrawnClients(ArrayClients):
         """Move the clients to a device. Memory-mapped inputs stay in their files and are moved batch by batch."""
         if self.mapped:
             return self
-        if isinstance(self.rows, IndexedRows):
+        # Runs share the array, unless their clients use only a small part of it.
+        if isinstance(self.rows, IndexedRows) and 2 * len(self.y) >= len(self.rows.x):
             x = shared_copy(self.rows.x, device)
             rows = IndexedRows(x, self.rows.rows.to(device), self.offsets)
-            return IndexedClients(rows, x[:1], self.y.to(device), self.offsets, self.splits)
+            return DrawnClients(rows, x[:1], self.y.to(device), self.offsets, self.splits)
         return ArrayClients(self.gathered(device), self.y.to(device), self.offsets, self.splits)
+
+    def indexed(self) -> IndexedRows:
+        """Return the array that contains the inputs, with the row of each sample, if ``in_array``."""
+        assert isinstance(self.rows, IndexedRows)
+        return self.rows
+
+    def take(self, rows: Tensor) -> Tensor:
+        """Return the inputs of some samples, numbered client by client, if ``in_array``."""
+        indexed = self.indexed()
+        return take_rows(indexed.x, indexed.rows[rows])
 
 
 @dataclass(frozen=True)
@@ -235,21 +246,6 @@ class IndexedRows:
         return take_rows(self.x, self.rows[self.offsets[first] : self.offsets[last]])
 
 
-class IndexedClients(DrawnClients):
-    """Clients whose inputs are rows of an array on the training device, which the clients of other runs share."""
-
-    in_array = True
-    rows: IndexedRows
-
-    def indexed(self) -> IndexedRows:
-        """Return the array that contains the inputs, with the row of each sample."""
-        return self.rows
-
-    def take(self, rows: Tensor) -> Tensor:
-        """Return the inputs of some samples, numbered client by client, on the device of the data."""
-        return take_rows(self.rows.x, self.rows.rows[rows])
-
-
 class StackedClients(Sequence[ClientData]):
     """Clients of several federations, one federation after another."""
 
@@ -276,12 +272,12 @@ def stack_clients(sources: Sequence[Sequence[ClientData]]) -> Sequence[ClientDat
     parts = [clients.indexed() for clients in arrays]
     if len(parts) < len(sources) or any(part.x is not parts[0].x for part in parts):
         return StackedClients(sources)
-    starts = [0, *accumulate(len(clients.y) for clients in arrays)]
-    offsets = [clients.offsets[:-1] + start for clients, start in zip(arrays, starts, strict=False)]
-    splits = [clients.splits + start for clients, start in zip(arrays, starts, strict=False)]
-    bounds = np.concatenate([*offsets, starts[-1:]])
-    rows = IndexedRows(parts[0].x, torch.cat([part.rows for part in parts]), bounds)
-    return IndexedClients(rows, rows.x[:1], torch.cat([c.y for c in arrays]), bounds, np.concatenate(splits))
+    starts = list(accumulate((len(clients.y) for clients in arrays), initial=0))
+    moved = list(zip(arrays, starts, strict=False))
+    offsets = np.concatenate([*(clients.offsets[:-1] + start for clients, start in moved), starts[-1:]])
+    splits = np.concatenate([clients.splits + start for clients, start in moved])
+    rows = IndexedRows(parts[0].x, torch.cat([part.rows for part in parts]), offsets)
+    return DrawnClients(rows, rows.x[:1], torch.cat([clients.y for clients in arrays]), offsets, splits)
 
 
 class _LazyClient(ClientData):

@@ -30,18 +30,9 @@ SHARED = (
 )
 """Fields that all runs of a group share."""
 HOW = (
-    *(
-        "seed",
-        "method",
-        "engine",
-        "workers",
-        "graphs",
-        "stall_warning_seconds",
-        "device",
-        "trackers",
-        "checkpoint_every",
-    ),
-    *("target", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from", "objective"),
+    *("seed", "method", "engine", "workers", "graphs", "stall_warning_seconds", "device", "trackers", "target"),
+    *("checkpoint_every", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from"),
+    "objective",
 )
 """Fields that may differ between the runs of one method."""
 

@@ -18,7 +18,7 @@ from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import Outcome, append_outcome, read_outcome
 from unskew.reproduction.preset import SCALES, Options, PublishedResult, StudyScale, presets_named, read_preset
 from unskew.reproduction.settings import describe_settings
-from unskew.runs.parallel import num_parallel_jobs, run_in_pool, run_jobs
+from unskew.runs.parallel import execute_jobs, num_parallel_jobs
 from unskew.runs.process_pool import Job
 
 STUDIES = {
@@ -195,13 +195,11 @@ class StudyRuns:
         """
         wanted = [(part, seed) for seed in seeds for part in self.parts()]
         missing = [cell for cell in wanted if read_outcome(self.results, self.identity(*cell)) is None]
-        at_once = num_parallel_jobs(parallel, len(missing))
-        if run_in_pool(at_once):
-            works = [Job(cell, _run_in_worker, cell) for cell in missing]
-            for _, (part, seed) in run_jobs(works, at_once, self):
-                yield part, seed, self.outcome(part, seed)
-            wanted = [cell for cell in wanted if cell not in missing]
-        for part, seed in wanted:
+        works = [Job(cell, _run_part, cell) for cell in missing]
+        finished = execute_jobs(works, num_parallel_jobs(parallel, len(missing)), self)
+        for part, seed in [cell for cell in wanted if cell not in missing]:
+            yield part, seed, self.outcome(part, seed)
+        for _, (part, seed) in finished:
             yield part, seed, self.outcome(part, seed)
 
     def outcome(self, part: str, seed: int) -> Outcome:
@@ -233,7 +231,7 @@ class StudyRuns:
         return by_part
 
 
-def _run_in_worker(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
-    """Run a part in a worker process, which stores its outcome."""
+def _run_part(runs: StudyRuns, part: str, seed: int, callbacks: list[Callback]) -> tuple[str, int]:
+    """Run a part, perhaps in a worker process, and store its outcome."""
     runs.outcome(part, seed)
     return part, seed

@@ -15,7 +15,6 @@ import torch
 from unskew.comparison.single_run import last
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
-from unskew.engines.auto_select import planned_runs
 from unskew.engines.registry import pick_device
 from unskew.errors import ConfigError, DataError
 from unskew.generators.synthetic_dataset import SYNTHETIC
@@ -32,16 +31,7 @@ from unskew.reproduction.outcomes import (
 )
 from unskew.reproduction.preset import MARK, Preset, PresetCell, preset_cells
 from unskew.reproduction.time_limit import RunSpeeds, StopInTime, TableProgress, TimeIsOverError, TimeLimit
-from unskew.runs.parallel import (
-    STACKED,
-    check_parallel,
-    num_parallel_runs,
-    run_in_pool,
-    run_jobs,
-    run_jobs_here,
-    run_stacked,
-    stacks_runs,
-)
+from unskew.runs.parallel import STACKED, check_parallel, execute_jobs, num_parallel_runs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import finished_rounds, resume, run_experiment
 from unskew.runs.validation import resolve_run
@@ -129,30 +119,22 @@ class Sweep:
             ConfigError: If runs with a time limit are to be trained together.
         """
         check_parallel(parallel)
+        if self.limit is not None:
+            if parallel == STACKED:
+                raise ConfigError(
+                    "Runs that are trained together end together. Remove parallel=stacked or the time limit."
+                )
+            parallel = parallel or 1
         self._seeds = seeds
         size, self._unavailable = self._check(seeds[0])
         works = self._works(self._available())
         configs = [work.arguments[0] for work in works]
         at_once = num_parallel_runs(parallel, configs, size)
         self._at_once = max(1, int(at_once))
-        storage = self.runs, self.results, self.preset.name
         if self.limit is not None:
-            if parallel == STACKED:
-                raise ConfigError(
-                    "Runs that are trained together end together. Remove parallel=stacked or the time limit."
-                )
             self.limit.begin()
-        if run_in_pool(at_once):
-            finished = run_jobs(works, at_once, storage)
-        elif self.limit is None and stacks_runs(parallel, configs):
-            groups: dict[str, list[Job]] = {}
-            for config, work in zip(configs, works, strict=True):
-                groups.setdefault(config.model_dump_json(exclude={"seed", "start_from"}), []).append(work)
-            finished = run_stacked([(jobs[0].arguments[0], jobs) for jobs in groups.values()], storage)
-        else:
-            finished = run_jobs_here(works, storage)
-        with suppress(TimeIsOverError), planned_runs(len(works)):
-            for _ in finished:
+        with suppress(TimeIsOverError):
+            for _ in execute_jobs(works, at_once, (self.runs, self.results, self.preset.name), configs):
                 self._speeds = None
         return list(self.found(seeds))
 

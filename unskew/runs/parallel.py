@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.config.sections import ADDRESS
+from unskew.engines.auto_select import planned_runs
 from unskew.engines.cpu import check_may_start_processes, default_torch_modes, may_start_processes, num_cores
 from unskew.engines.device import DeviceMemory, device_modes
 from unskew.engines.mmap_pickle import dump_mmap
@@ -25,7 +27,7 @@ from unskew.engines.run_threads import run_together
 from unskew.engines.stacked import JointTraining
 from unskew.errors import ConfigError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, next_job, raise_if_unpicklable
-from unskew.runs.ray_pool import RayJobPool
+from unskew.runs.ray_pool import ParallelOn, RayJobPool
 from unskew.simulation.round_loop import RunInterrupted, interruptible
 
 RUN_MEMORY = 4 << 30
@@ -35,25 +37,11 @@ SMALL = 1_000_000
 MOST = 256
 """Maximum number of parallel runs."""
 STACKED = "stacked"
+TOGETHER = -1
+"""Number of parallel runs that stands for runs trained together in this process."""
 MOST_STACKED = 8
 """Maximum number of runs that are trained together, which all are in memory."""
 ON_CLUSTER = re.compile(rf"([0-9]{{1,3}}|auto)@{ADDRESS}")
-
-
-class ParallelOn(int):
-    """Number of parallel runs on a Ray cluster.
-
-    Attributes:
-        address: Address of the cluster.
-        auto: Whether the number is only an upper limit, to be fitted to the cluster.
-        small: Whether one core per run is enough.
-        deadline: Seconds without a message from any run after which all runs are aborted; None waits indefinitely.
-    """
-
-    address: str
-    auto: bool
-    small: bool
-    deadline: float | None
 
 
 def check_parallel(parallel: object) -> None:
@@ -98,19 +86,18 @@ def stacks_runs(parallel: int | str | None, configs: Sequence[Experiment]) -> bo
     if parallel not in (None, STACKED):
         return False
     available = torch.cuda.is_available()
-    possible = []
-    on_cuda = True
-    for config in configs:
-        cuda = available and (config.device == "auto" or config.device.startswith("cuda"))
-        on_cuda = on_cuda and cuda
-        possible.append(config.engine == "vectorized" or (cuda and config.engine == "auto" and not config.ray.address))
-    if parallel == STACKED and not all(possible):
+    on_cuda = [available and config.device.startswith(("auto", "cuda")) for config in configs]
+    possible = all(
+        config.engine == "vectorized" or (cuda and config.engine == "auto" and not config.ray.address)
+        for config, cuda in zip(configs, on_cuda, strict=True)
+    )
+    if parallel == STACKED and not possible:
         raise ConfigError("parallel=stacked trains several runs with the engine vectorized. Set engine=vectorized.")
-    return all(possible) and (parallel == STACKED or on_cuda)
+    return possible and (parallel == STACKED or all(on_cuda))
 
 
 def num_parallel_runs(parallel: int | str | None, configs: Sequence[Experiment], size: int) -> int:
-    """Return the number of parallel runs.
+    """Return the number of parallel runs; ``TOGETHER`` if runs that differ only in the seed are trained together.
 
     Args:
         parallel: Requested number, ``auto`` or ``stacked``; on a cluster with ``@`` and its address. None for the default.
@@ -118,7 +105,8 @@ def num_parallel_runs(parallel: int | str | None, configs: Sequence[Experiment],
         size: Number of parameters of the largest model.
 
     Raises:
-        ConfigError: If each run would start its own Ray cluster, or would compete with its clients for the same cores.
+        ConfigError: If each run would start its own Ray cluster, or would compete with its clients for the same cores, or
+            ``parallel`` is ``stacked`` and an engine is not ``vectorized``.
     """
     check_parallel(parallel)
     if isinstance(parallel, str) and "@" in parallel:
@@ -129,7 +117,9 @@ def num_parallel_runs(parallel: int | str | None, configs: Sequence[Experiment],
             )
         deadline = min((config.ray.deadline for config in configs if config.ray.deadline is not None), default=None)
         return run_on_cluster(parallel, len(configs), size <= SMALL, deadline)
-    if parallel in (None, 1) or len(configs) < 2 or stacks_runs(parallel, configs):
+    if stacks_runs(parallel, configs):
+        return TOGETHER
+    if parallel in (None, 1) or len(configs) < 2:
         return 1
     clusters = [config for config in configs if config.engine == "ray" and config.ray.address in (None, "local")]
     if isinstance(parallel, int):
@@ -200,11 +190,6 @@ def run_on_cluster(parallel: str, works: int, small: bool, deadline: float | Non
     return at
 
 
-def run_in_pool(at_once: int) -> bool:
-    """Return whether runs are executed in other processes."""
-    return at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
-
-
 def run_jobs(works: Sequence[Job], num_workers: int, given: Any = None) -> Iterator[tuple[Hashable, Any]]:
     """Run jobs in parallel.
 
@@ -229,16 +214,7 @@ def run_jobs(works: Sequence[Job], num_workers: int, given: Any = None) -> Itera
             dump_mmap(given, path)
         crew: ProcessPool | RayJobPool
         if isinstance(num_workers, ParallelOn):
-            number = int(num_workers)
-            crew = RayJobPool(
-                num_workers.address,
-                number,
-                num_workers.auto,
-                num_workers.small,
-                num_workers.deadline,
-                path,
-                paths_to_share(given),
-            )
+            crew = RayJobPool(num_workers, path, paths_to_share(given))
         else:
             check_may_start_processes()
             crew = ProcessPool(max(1, min(num_workers, len(works))), path, len(works))
@@ -264,19 +240,20 @@ def run_jobs_here(works: Sequence[Job], given: Any = None) -> Iterator[tuple[Has
         Name and result of each finished job.
     """
     waiting, done = list(works), set[Hashable]()
-    while (work := next_job(waiting, done)) is not None:
-        result = _run_here(work, given)
-        done.add(work.name)
-        yield work.name, result
+    with planned_runs(len(works)):
+        while (work := next_job(waiting, done)) is not None:
+            result = _run_here(work, given)
+            done.add(work.name)
+            yield work.name, result
 
 
-def run_stacked(groups: Sequence[tuple[Experiment, Sequence[Job]]], given: Any) -> Iterator[tuple[Hashable, Any]]:
-    """Run jobs in this process; the jobs of a group train their clients together.
+def run_stacked(works: Sequence[Job], given: Any, configs: Sequence[Experiment]) -> Iterator[tuple[Hashable, Any]]:
+    """Run jobs in this process; those whose runs differ only in the seed train their clients together.
 
     Args:
-        groups: Jobs that execute runs which differ in the seed, with the configuration of one of them. Jobs that a job comes
-            after are in an earlier group.
+        works: Jobs, each of one run.
         given: Object that all jobs receive, such as data.
+        configs: Configuration of each run. Runs that start from others are listed after them.
 
     Yields:
         Name and result of each finished job.
@@ -284,13 +261,40 @@ def run_stacked(groups: Sequence[tuple[Experiment, Sequence[Job]]], given: Any) 
     Raises:
         RunInterrupted: If Ctrl-C was pressed, after all runs have finished their round.
     """
+    groups: dict[str, list[tuple[Experiment, Job]]] = defaultdict(list)
+    for config, work in zip(configs, works, strict=True):
+        groups[config.model_dump_json(exclude={"seed", "start_from"})].append((config, work))
     with interruptible() as stopped:
-        for config, jobs in groups:
-            for some in (jobs[first : first + MOST_STACKED] for first in range(0, len(jobs), MOST_STACKED)):
+        for group in groups.values():
+            config = group[0][0]
+            for some in (group[first : first + MOST_STACKED] for first in range(0, len(group), MOST_STACKED)):
                 # Around the modes that each run sets and restores, because the runs do not end in order.
                 with default_torch_modes(), device_modes(pick_device(config.device), config.precision):
-                    results = run_together([partial(_run_here, job, given) for job in some], stopped, JointTraining())
-                yield from ((job.name, result) for job, result in zip(some, results, strict=True))
+                    functions = [partial(_run_here, work, given) for _, work in some]
+                    results = run_together(functions, stopped, JointTraining())
+                if stopped:  # in the last round of the runs, which have ended
+                    raise RunInterrupted(stopped[0])
+                yield from ((work.name, result) for (_, work), result in zip(some, results, strict=True))
+
+
+def execute_jobs(
+    works: Sequence[Job], at_once: int, given: Any, configs: Sequence[Experiment] = ()
+) -> Iterator[tuple[Any, Any]]:
+    """Run jobs in other processes, together, or one after another.
+
+    Args:
+        works: Jobs; each is listed after the jobs that its ``after`` names.
+        at_once: Number of parallel jobs, see ``num_parallel_runs``.
+        given: Object that all jobs receive, such as data.
+        configs: Configuration of each job's run, for runs that are trained together.
+
+    Returns:
+        Name and result of each finished job.
+    """
+    if at_once == TOGETHER:
+        return run_stacked(works, given, configs)
+    in_pool = at_once > 1 or (isinstance(at_once, ParallelOn) and at_once > 0)
+    return run_jobs(works, at_once, given) if in_pool else run_jobs_here(works, given)
 
 
 def _run_here(job: Job, given: Any) -> Any:

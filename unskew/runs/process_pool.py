@@ -20,6 +20,7 @@ from typing import Any, NoReturn, cast
 
 from unskew.engines.cpu import num_cores
 from unskew.errors import ConfigError, EngineError, UnskewError
+from unskew.records.notebook import notebook_progress
 from unskew.records.recorder import Callback, notify_warning
 from unskew.runs.pool_worker import run_job
 from unskew.simulation.round_loop import RunInterrupted
@@ -70,8 +71,8 @@ class RunningJob:
 
     @classmethod
     def of(cls, work: Job) -> RunningJob:
-        """Create the callbacks of a job that starts."""
-        return cls(work, list(work.follow()))
+        """Create the callbacks of a job that starts; in another process, it cannot show its progress in a notebook."""
+        return cls(work, [*work.follow(), *notebook_progress()])
 
     def task(self) -> bytes:
         """Return the pickled job.

@@ -124,15 +124,27 @@ class _RemoteJob:
     attempts: int = 1
 
 
+class ParallelOn(int):
+    """Number of parallel runs on a Ray cluster.
+
+    Attributes:
+        address: Address of the cluster.
+        auto: Whether the number is only an upper limit, to be fitted to the cluster.
+        small: Whether one core per run is enough.
+        deadline: Seconds without a message from any run after which all runs are aborted; None waits indefinitely.
+    """
+
+    address: str
+    auto: bool
+    small: bool
+    deadline: float | None
+
+
 class RayJobPool:
     """Pool of jobs on a Ray cluster, with the interface of ``ProcessPool``.
 
     Args:
-        address: Address of the cluster.
-        number: Maximum number of parallel jobs.
-        auto: Whether to reduce the number to what the cores of the cluster allow.
-        small: Whether one core per job is enough; only used with ``auto``.
-        deadline: Seconds without a message from any job after which all are aborted; None waits indefinitely.
+        number: Maximum number of parallel jobs, with the cluster.
         given: File with the object that all jobs receive.
         folders: Folders that this object names.
 
@@ -140,36 +152,27 @@ class RayJobPool:
         EngineError: If there is no such cluster, its versions differ, it has no cores, or it does not start a task.
     """
 
-    def __init__(
-        self,
-        address: str,
-        number: int,
-        auto: bool,
-        small: bool,
-        deadline: float | None,
-        given: Path,
-        folders: Sequence[Path],
-    ):
+    def __init__(self, number: ParallelOn, given: Path, folders: Sequence[Path]):
         self.ray = load_ray()
         self.folders = folders
-        self.most = number
-        self.deadline = deadline
-        connect(address, None)
+        self.most = int(number)
+        self.deadline = number.deadline
+        connect(number.address, None)
         ray = self.ray
         try:
             check_versions(ray.get(ray.remote(versions).options(num_cpus=0).remote(), timeout=BEGINNING))
         except ray.exceptions.GetTimeoutError as error:
             raise EngineError(
-                f"The cluster {address} did not start a task within {BEGINNING:g} s. Check that it has free cores."
+                f"The cluster {number.address} did not start a task within {BEGINNING:g} s. Check that it has free cores."
             ) from error
         nodes = [(cores, gpus) for cores, gpus in list_nodes(ray) if cores]
         if not nodes:
-            raise EngineError(f"The nodes of the cluster {address} have no CPU cores. Start more nodes.")
+            raise EngineError(f"The nodes of the cluster {number.address} have no CPU cores. Start more nodes.")
         every = [cores for cores, _ in nodes]
-        self.cores = max(1, min(sum(every) // number, *every))
-        if auto:
-            self.cores = 1 if small else min(every)
-            self.most = min(number, sum(cores // self.cores for cores in every))
+        self.cores = max(1, min(sum(every) // self.most, *every))
+        if number.auto:
+            self.cores = 1 if number.small else min(every)
+            self.most = min(self.most, sum(cores // self.cores for cores in every))
         self.task = ray.remote(run_remote_job).options(
             num_cpus=self.cores,
             num_gpus=int(100 * min(1.0, sum(gpus for _, gpus in nodes) / self.most)) / 100,

@@ -93,11 +93,12 @@ def run_rounds(
                     results = attackers.replace_updates(t, state.v, trained, results)
                 arrivals = network.deliver(t, results)
                 metrics = server.aggregator.step(t, arrivals)
-                if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
-                    return
-                stopped.extend(wait_for_runs(t))
+                last = finished(t, {"cohort": len(cohort), **metrics, **network.metrics()})
+                stopped.extend(() if last else wait_for_runs(t))
                 if stopped:
                     raise RunInterrupted(stopped[0])
+                if last:
+                    return
 
 
 @contextmanager

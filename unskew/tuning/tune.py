@@ -28,15 +28,14 @@ from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster, stacks_runs
 from unskew.runs.process_pool import Job, raise_if_unpicklable
+from unskew.runs.resume import RESUMABLE
 from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
 from unskew.tuning.spaces import canonical_expression, user_spaces
 from unskew.tuning.study import database, optuna_library
 from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_trials, no_callbacks
 
 MOST_TRIALS = 10_000
-MACHINE = (
-    *("engine", "workers", "clients_per_group", "graphs", "ray", "stall_warning_seconds", "device", "checkpoint_every"),
-)
+MACHINE = {*RESUMABLE} - {"rounds", "trackers", "target", "save_samples", "base_run"}
 """Fields that may change when tuning is resumed, because they do not change the numbers."""
 PATIENCE = 30 * 86_400.0
 """Seconds to wait while another process runs the comparison."""
