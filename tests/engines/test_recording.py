@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.recorded_operators import RecordedOperators
 
-from unskew.engines.recording import LEAST_REPLAYS, CaptureCheck, Recording, Static, WatchedRound, overwrite
+from unskew.engines.recording import LEAST_REPLAYS, CaptureCheck, Recording, RuleWatch, Static, WatchedRound, overwrite
 
 CPU = torch.device("cpu")
 
@@ -17,7 +17,7 @@ def counted(function):
         calls.append(round)
         overwrite([total], [function(total, round)])
 
-    return Recording(work, CPU, lambda: [total]), total, calls
+    return Recording(work, CPU, RuleWatch([]), lambda: [total]), total, calls
 
 
 def test_work_is_recorded_in_its_third_use_and_then_repeated():
@@ -51,7 +51,7 @@ def test_work_that_computes_with_the_round_is_recorded_in_each_round_if_that_pay
     [
         lambda t: t + 1, lambda t: 1 - t, lambda t: 2**t, lambda t: t**2, float, int, str, bool, hash, repr, "{}".format,
         lambda t: -t, lambda t: range(9)[t], lambda t: t % 2, lambda t: 7 // t, lambda t: t.bit_length(),
-        lambda t: f"{t:03d}",
+        lambda t: f"{t:03d}", lambda t: t & 1, lambda t: 1 | t, lambda t: t << 2, lambda t: divmod(t, 2), abs, round,
     ],
 )  # fmt: skip
 def test_every_use_of_the_number_is_noted(use):
@@ -59,6 +59,58 @@ def test_every_use_of_the_number_is_noted(use):
     assert use(watched) == use(3)
     assert watched.used
     assert (watched.holds(3), watched.holds(4)) == (True, False)
+
+
+def test_the_number_is_an_integer_for_rules_that_ask():
+    watched = WatchedRound(3)
+    assert isinstance(watched, int)
+    match watched:
+        case int():
+            assert not watched.used
+        case _:
+            pytest.fail("not an integer")
+
+
+class Rule:
+    """A rule with an attribute that a hook may change."""
+
+    def __init__(self):
+        self.count = 0
+
+
+@pytest.mark.parametrize(("changes", "recorded"), [(1, True), (2, False), (99, False)])
+def test_work_that_changes_attributes_of_a_rule_is_not_recorded(changes, recorded):
+    """What is computed once, in the first execution, may be kept."""
+    rule, total = Rule(), torch.zeros(2)
+
+    def work(round):
+        if rule.count < changes:
+            rule.count += 1
+        overwrite([total], [total + rule.count])
+
+    recording = Recording(work, CPU, RuleWatch([rule]), lambda: [total])
+    expected = 0
+    for use in range(1, 7):
+        recording.run(0, RecordedOperators)
+        expected += min(use, changes)
+        assert total.tolist() == [expected, expected]
+    assert (recording.reasons == []) is recorded
+
+
+def test_other_work_of_the_rule_is_not_repeated_either():
+    rule, total = Rule(), torch.zeros(2)
+    watch = RuleWatch([rule])
+
+    def begin(round):
+        rule.count += 1
+
+    first = Recording(begin, CPU, watch)
+    step = Recording(lambda round: overwrite([total], [total + rule.count]), CPU, watch, lambda: [total])
+    for round in range(3):
+        first.run(round, RecordedOperators)
+        for _ in range(4):
+            step.run(round, RecordedOperators)
+    assert total.tolist() == [4 * (1 + 2 + 3)] * 2
 
 
 def test_comparisons_are_noted_with_their_results():

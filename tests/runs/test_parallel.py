@@ -34,7 +34,7 @@ from unskew.runs.parallel import (
     stacks_runs,
 )
 from unskew.runs.process_pool import Job
-from unskew.simulation.round_loop import RunInterrupted
+from unskew.simulation.round_loop import RunInterrupted, interruptible
 
 pytestmark = pytest.mark.usefixtures("undrawn")
 
@@ -316,6 +316,22 @@ def test_jobs_that_are_not_ready_are_passed_over_with_those_after_them():
 def interrupt(given, name, callbacks):
     given.append(name)
     os.kill(os.getpid(), signal.SIGINT)
+
+
+def interrupt_in_a_round(given, name, callbacks):
+    with interruptible():
+        interrupt(given, name, callbacks)
+
+
+def test_ctrl_c_in_the_last_round_of_a_run_starts_no_other_run():
+    done = []
+    works = [Job(name, interrupt_in_a_round, (name,)) for name in ("fedavg", "scaffold")]
+    jobs = run_jobs_here(works, done)
+    assert next(jobs)[0] == "fedavg"
+    with pytest.raises(RunInterrupted):
+        next(jobs)
+    assert done == ["fedavg"]
+    assert [name for name, _ in run_jobs_here(works[1:], done)] == ["scaffold"], "the last run ends by itself"
 
 
 def test_ctrl_c_in_the_last_round_of_runs_together_starts_no_other_runs():

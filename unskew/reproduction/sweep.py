@@ -122,7 +122,7 @@ class Sweep:
         if self.limit is not None:
             if parallel == STACKED:
                 raise ConfigError(
-                    "Runs that are trained together end together. Remove parallel=stacked or the time limit."
+                    "With a time limit, runs end one by one, but parallel=stacked trains them together. Remove one of the two."
                 )
             parallel = parallel or 1
         self._seeds = seeds

@@ -28,7 +28,7 @@ from unskew.engines.stacked import JointTraining
 from unskew.errors import ConfigError, short_repr
 from unskew.runs.process_pool import Job, ProcessPool, next_job, raise_if_unpicklable
 from unskew.runs.ray_pool import ParallelOn, RayJobPool
-from unskew.simulation.round_loop import RunInterrupted, interruptible
+from unskew.simulation.round_loop import IN_LAST_ROUND, RunInterrupted, interruptible
 
 RUN_MEMORY = 4 << 30
 """Bytes of a CUDA device that ``auto`` reserves for each run of a small model: its context, data and cohort."""
@@ -238,10 +238,15 @@ def run_jobs_here(works: Sequence[Job], given: Any = None) -> Iterator[tuple[Has
 
     Yields:
         Name and result of each finished job.
+
+    Raises:
+        RunInterrupted: If Ctrl-C was pressed in the last round of a run, and others are left.
     """
     waiting, done = list(works), set[Hashable]()
     with planned_runs(len(works)):
         while (work := next_job(waiting, done)) is not None:
+            if done and IN_LAST_ROUND:
+                raise RunInterrupted(IN_LAST_ROUND[0])
             result = _run_here(work, given)
             done.add(work.name)
             yield work.name, result

@@ -25,6 +25,8 @@ SIGNALS = tuple(
     number for name in ("SIGINT", "SIGTERM", "SIGHUP") if (number := getattr(signal, name, None)) is not None
 )
 """Signals that end a run after its round; Windows has no SIGHUP."""
+IN_LAST_ROUND: list[int] = []
+"""Signals during the last round of the previous run, which has ended by itself; a command executes no further run."""
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
 
 
@@ -93,12 +95,11 @@ def run_rounds(
                     results = attackers.replace_updates(t, state.v, trained, results)
                 arrivals = network.deliver(t, results)
                 metrics = server.aggregator.step(t, arrivals)
-                last = finished(t, {"cohort": len(cohort), **metrics, **network.metrics()})
-                stopped.extend(() if last else wait_for_runs(t))
+                if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
+                    return
+                stopped.extend(wait_for_runs(t))
                 if stopped:
                     raise RunInterrupted(stopped[0])
-                if last:
-                    return
 
 
 @contextmanager
@@ -163,5 +164,6 @@ def interruptible() -> Iterator[list[int]]:
         signal.signal(number, handler)
     try:
         yield stopped
+        IN_LAST_ROUND[:] = stopped
     finally:
         restore()
