@@ -270,7 +270,9 @@ def test_a_command_of_several_runs_measures_in_the_first(counted, share_of, monk
 
 def test_a_comparison_plans_all_its_runs(monkeypatch):
     seen, run = [], compare.run_or_resume
-    monkeypatch.setattr(compare, "run_or_resume", lambda *args: seen.append(auto_select._planned) or run(*args))
+    monkeypatch.setattr(
+        compare, "run_or_resume", lambda *args, **options: seen.append(auto_select._planned) or run(*args, **options)
+    )
     options = {"methods": ["fedavg", "fedprox"], "seeds": 2, "references": False, "engine": "inline"}
     unskew.compare(blobs(SIZES), model=SmallBatchNorm(), **{**GIVEN, "rounds": 1, **options})
     assert seen == [4] * 4

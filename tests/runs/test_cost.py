@@ -109,7 +109,7 @@ def test_a_budget_rejects_before_anything_is_written(fed, tmp_path):
 def test_the_command_has_the_budget(capsys, tmp_path):
     result = call(capsys, "compare", "fedavg", *TINY, "--seeds", "0", "--budget", "0", "--out", str(tmp_path / "x"))
     assert result.code != 0
-    assert "A budget of 0.0 minutes is not valid" in result.err
+    assert "A time of 0.0 minutes is not valid" in result.err
 
 
 def test_an_estimate_on_a_busy_machine_says_so(fed, load):

@@ -10,7 +10,7 @@ SCRIPTS = [
     path.relative_to(ROOT)
     for folder in ("speed", "conformance")
     for path in sorted((ROOT / folder).rglob("*.py"))
-    if "parse_args()" in path.read_text()
+    if ".venv" not in path.parts and "parse_args()" in path.read_text()
 ]
 
 

@@ -122,7 +122,7 @@ class Sweep:
         if self.limit is not None:
             if parallel == STACKED:
                 raise ConfigError(
-                    "With a time limit, runs end one by one, but parallel=stacked trains them together. Remove one of the two."
+                    "With a time limit, runs end one by one; parallel=stacked trains them together. Remove one of the two."
                 )
             parallel = parallel or 1
         self._seeds = seeds

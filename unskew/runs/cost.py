@@ -86,7 +86,7 @@ def duration(seconds: float) -> str:
 def check_budget(minutes: object) -> None:
     """Validate that a budget of minutes is a positive, finite number (raises ``ConfigError`` otherwise)."""
     if isinstance(minutes, bool) or not isinstance(minutes, int | float) or not 0 < minutes < math.inf:
-        raise ConfigError(f"{short_repr(minutes)} is not a number of minutes; use one above 0.")
+        raise ConfigError(f"A time of {short_repr(minutes)} minutes is not valid; use a number above 0.")
 
 
 def check_within(cost: Cost | None, minutes: float) -> None:
