@@ -15,6 +15,7 @@ from support.tolerance import assert_close
 import unskew
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.registry import METHODS
+from unskew.protocol.messages import START
 
 ALONE = {
     "flora": "needs a model with LoRA factors",
@@ -124,6 +125,63 @@ def test_what_cannot_be_recorded_is_executed_from_python_with_a_warning(trained,
     with pytest.warns(UserWarning, match="not recorded as a CUDA graph.*out of registers"):
         vector, _ = trained("fedavg", True)
     assert torch.equal(vector, reference)
+
+
+class Starting(unskew.ClientRule):
+    """A rule that replaces the initial model in some rounds, and then also pulls towards it."""
+
+    name, summary, paper = "starting", "replaces", "none"
+
+    def __init__(self, first, last):
+        self.first, self.last = first, last
+
+    def begin(self, ctx):
+        return {START: ctx.v_global * 0.9} if self.first <= ctx.round < self.last else {}
+
+    def gradient(self, grad_fn, ctx, carry):
+        return lambda v, batch: grad_fn(v, batch) + 0.1 * (v - ctx.v_global)
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 99), (4, 99), (0, 4), (3, 6)])
+def test_initial_models_may_be_replaced_in_some_rounds(first, last, trained):
+    reference, _ = trained([Starting(first, last)], False, rounds=9)
+    vector, engines = trained([Starting(first, last)], True, rounds=9)
+    assert torch.equal(vector, reference)
+    assert any(step._graph is not None for step in recordings(engines))
+
+
+def test_sums_and_single_updates_may_alternate(trained, monkeypatch):
+    """Each kind of result has its own memory, which a replayed graph writes."""
+    reference, _ = trained("scaffold", False, rounds=12)
+    train = VectorizedEngine.train_by_index
+
+    def alternate(self, broadcasts):
+        self.trainer.sums = broadcasts[0].round // 3 % 2 == 1
+        return train(self, broadcasts)
+
+    monkeypatch.setattr(VectorizedEngine, "train_by_index", alternate)
+    vector, _ = trained("scaffold", True, rounds=12)
+    assert_close(vector, reference)
+
+
+class Counting(unskew.ClientRule):
+    """A rule that keeps something in an attribute."""
+
+    name, summary, paper = "counting", "keeps", "none"
+
+    def begin(self, ctx):
+        self.start = ctx.v_global * 1.0
+        return {}
+
+    def gradient(self, grad_fn, ctx, carry):
+        return lambda v, batch: grad_fn(v, batch) + 0.1 * (v - self.start)
+
+
+def test_a_rule_that_keeps_tensors_in_attributes_is_not_recorded(trained):
+    reference, _ = trained([Counting()], False)
+    with pytest.warns(UserWarning, match="a hook changes an attribute of its rule"):
+        vector, _ = trained([Counting()], True, sums=True)
+    assert_close(vector, reference)
 
 
 class Reading(unskew.ClientRule):

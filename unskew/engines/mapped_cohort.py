@@ -313,10 +313,7 @@ class RecordedCohort(MappedCohort):
         self.keys = key.expand(self.count) if dims["key"] is None else key
         self._fixed: dict[str, Static] = {}
         self._begin = Recording(self._run_begin, steps.setup.device, steps.watch)
-        self._end = {
-            summed: Recording(partial(self._run_end, summed), steps.setup.device, steps.watch)
-            for summed in (False, True)
-        }
+        self._end = self._new_ends()
         self._kinds: dict[StepKind, RecordedKind] = {}
 
     def start(self, round: int, stacked: dict[str, Any]) -> None:
@@ -348,9 +345,13 @@ class RecordedCohort(MappedCohort):
             fixed.load(tree)
             return
         self._fixed[name] = Static(tree)
-        if fixed is not None and name != "results":  # a rule does something else from this round on
-            self._kinds.clear()
-            self._end = self._new_ends()
+        if fixed is not None or name == "start":  # a rule does something else from this round on
+            self._forget()
+
+    def _forget(self) -> None:
+        """Forget what was recorded with other fixed tensors."""
+        self._kinds.clear()
+        self._end = self._new_ends()
 
     def _new_ends(self) -> dict[bool, Recording]:
         """Return the recordings of the hooks after the last step, with sums and without."""
@@ -374,6 +375,8 @@ class RecordedCohort(MappedCohort):
             self._keep("start", v)
         else:
             v = self.rows("v_global")
+            if self._fixed.pop("start", None) is not None:
+                self._forget()
         self._keep("values", (b, v, carries, torch.zeros_like(self.total)))
 
     def train(self, batches: GroupBatches) -> None:
@@ -410,14 +413,14 @@ class RecordedCohort(MappedCohort):
             return None
         self._keep("sent", v_sent)
         self._end[summed].run(self.round, self.record)
-        return self._fixed["results"].tree
+        return self._fixed[f"results {summed}"].tree
 
     def _run_end(self, summed: bool, round: int) -> None:
         args = self.dims, self.stacked, self.b, self.carries, self.v, self._fixed["sent"].tree
         results: Tree = self.steps.end(round, *args)
         if summed:
             results = self.steps.summed(results, self.stacked, self.b, self.v, self.losses(), self.parts)
-        self._keep("results", results)
+        self._keep(f"results {summed}", results)
 
 
 class RecordedKind:

@@ -216,6 +216,8 @@ class GroupTrainer:
             for k, broadcast in enumerate(broadcasts)
         ]
         cohort.train(batches)
+        if isinstance(cohort, RecordedCohort) and cohort.reasons:
+            self._warn_unrecorded(cohort.reasons[0])
         b, v, state = cohort.b, cohort.v, cohort.state
         if any(rule.survey_at == "trained" for rule in setup.rules):
             cohort.stacked, cohort.dims = self._trained_surveys(broadcasts, cohort.stacked, cohort.dims, v, b)
@@ -229,8 +231,6 @@ class GroupTrainer:
         own: Callable[[Tensor], Tensor] = (lambda t: t) if self.views else torch.clone
         if isinstance(cohort, RecordedCohort):  # the next round overwrites its tensors
             deltas, v = deltas.clone(), v.clone()
-            if cohort.reasons:
-                self._warn_unrecorded(cohort.reasons[0])
         # Each client gets an equal share of the group's time.
         spent = self._shares(times, count)
         updates: list[Update] = [
