@@ -315,7 +315,10 @@ def test_jobs_that_are_not_ready_are_passed_over_with_those_after_them():
 
 def interrupt(given, name, callbacks):
     given.append(name)
+    handler = signal.getsignal(signal.SIGINT)
     os.kill(os.getpid(), signal.SIGINT)
+    while signal.getsignal(signal.SIGINT) is handler:  # until the main thread has noticed it
+        time.sleep(0.001)
 
 
 def interrupt_in_a_round(given, name, callbacks):
