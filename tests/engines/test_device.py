@@ -245,6 +245,7 @@ def settings():
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16", "fp64"])
 def test_a_run_on_cuda_is_deterministic_and_restores_the_settings(precision, monkeypatch):
     monkeypatch.setattr(BACKENDS.cudnn, "benchmark", True)
+    monkeypatch.setattr(BACKENDS.cudnn, "allow_tf32", True)  # PyTorch's default, which a measurement may have changed
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     before = settings()
     with contextlib.suppress(ZeroDivisionError), device_modes(CUDA, precision):
