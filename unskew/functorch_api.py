@@ -5,7 +5,8 @@ If PyTorch lacks one of these functions, clients are trained one at a time, with
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -73,3 +74,20 @@ def wrap_batched(t: Tensor) -> Tensor:
     """Make the first axis of a tensor its client axis, the inverse of ``unwrap_batched``."""
     wrapped: Tensor = _functorch._add_batch_dim(t, 0, _functorch.current_level())
     return wrapped
+
+
+def constant(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """Return numbers as a tensor that is created once and must not be modified; its creation waits for a GPU.
+
+    Args:
+        values: The numbers.
+        like: Tensor with the data type and device of the result.
+    """
+    return _constant(values, like.dtype, like.device)
+
+
+@cache
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    outside = getattr(torch._C, "_DisableFuncTorch", nullcontext)  # a tensor of a transform would not outlive it
+    with outside(), torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)

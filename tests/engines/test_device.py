@@ -169,7 +169,6 @@ def test_the_faster_form_of_convolutions_is_used_and_resumed(seconds, channels_l
     )
     engine, inline, broadcasts = engines(record=RecordedOperators)
     engine.remember_choices(tmp_path, resume=False)
-    engine.sums = False
     assert_same(engine.train(broadcasts), list(inline.train(broadcasts)))
     assert (engine.channels_last, engine.trainer.form is not None) == (channels_last, channels_last)
     assert json.loads((tmp_path / "vectorized.json").read_text())["channels_last"] is channels_last

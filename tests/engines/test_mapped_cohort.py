@@ -34,9 +34,6 @@ SPELLED = {
 FEW = ("fedavg", "scaffold", "fedcog", "perfedavg", "dpsgd")
 
 
-SUMS = VectorizedEngine.sums
-
-
 @pytest.fixture
 def trained(monkeypatch):
     """Runs a method with steps from Python or recorded; returns the model and the engines."""
@@ -45,12 +42,11 @@ def trained(monkeypatch):
         engines = []
 
         def create(setup):
-            setup = replace(setup, federation=setup.federation.to(setup.device))
+            setup = replace(setup, federation=setup.federation.to(setup.device), sums=sums and setup.sums)
             engines.append(VectorizedEngine(setup, None, form, RecordedOperators if recorded else None))
             return engines[-1]
 
         monkeypatch.setattr("unskew.engines.registry.make_vectorized", create)
-        monkeypatch.setattr(VectorizedEngine, "sums", SUMS if sums else False)
         torch.manual_seed(0)
         given = {"rounds": 5, "local_steps": 4, "batch_size": 4, "lr": 0.05, "precision": "fp64", **small_budget(name)}
         federation = blobs(list(sizes))
@@ -89,6 +85,7 @@ def test_recorded_steps_give_the_bits_of_steps_from_python(name, trained):
         {"augment": True},
         {"local_steps": None, "local_epochs": 2, "sizes": (5, 23, 8, 17, 8)},
         {"form": "channels_last"},
+        {"class_weights": (1.0, 2.0, 0.5)},
     ],
 )
 @pytest.mark.parametrize("name", ["fedavg", "scaffold"])
@@ -156,7 +153,7 @@ def test_sums_and_single_updates_may_alternate(trained, monkeypatch):
     train = VectorizedEngine.train_by_index
 
     def alternate(self, broadcasts):
-        self.trainer.sums = broadcasts[0].round // 3 % 2 == 1
+        self.trainer.setup = replace(self.trainer.setup, sums=broadcasts[0].round // 3 % 2 == 1)
         return train(self, broadcasts)
 
     monkeypatch.setattr(VectorizedEngine, "train_by_index", alternate)

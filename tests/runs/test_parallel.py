@@ -334,7 +334,9 @@ def test_ctrl_c_in_the_last_round_of_a_run_starts_no_other_run():
     with pytest.raises(RunInterrupted):
         next(jobs)
     assert done == ["fedavg"]
-    assert [name for name, _ in run_jobs_here(works[1:], done)] == ["scaffold"], "the last run ends by itself"
+    assert [name for name, _ in run_jobs_here(works[1:], done)] == ["scaffold"], "the last run ends regularly"
+    others = [Job(name, finish_job, (name,)) for name in ("moon", "feddyn")]
+    assert [name for name, _ in run_jobs_here(others, done)] == ["moon", "feddyn"], "an earlier Ctrl-C is over"
 
 
 def test_ctrl_c_in_the_last_round_of_runs_together_starts_no_other_runs():

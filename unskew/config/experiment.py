@@ -136,7 +136,7 @@ class Experiment(DataSpec):
     """Number of clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network. ``auto``
     measures the best number for ``processes`` and is 1 for the others."""
     graphs: Literal["auto", "never"] = "auto"
-    """Whether ``vectorized`` records local steps as CUDA graphs: ``auto`` does on CUDA if method and model allow it."""
+    """Recording of local steps by ``vectorized`` as CUDA graphs: ``auto`` (on CUDA, if possible) or ``never``."""
     ray: RayConfig = RayConfig()
     """Cluster of the engine ``ray``."""
     stall_warning_seconds: Positive = 600.0

@@ -74,7 +74,7 @@ class ArrayClients(Sequence[ClientData]):
 
     mapped = False
     in_array = True
-    """Whether the inputs are rows of one array in memory, see ``indexed``."""
+    """True if the inputs are rows of one array in memory, see ``indexed``."""
 
     def __init__(self, x: Tensor, y: Tensor, offsets: np.ndarray, splits: np.ndarray):
         self.x = x

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.federation import Federation
+from unskew.functorch_api import constant
 
 
 @dataclass(frozen=True)
@@ -43,4 +44,4 @@ AS_THEY_ARE = PixelScaling()
 
 
 def _column(values: tuple[float, ...], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=like.dtype, device=like.device)[:, None, None]
+    return constant(values, like)[:, None, None]

@@ -30,7 +30,7 @@ FILE = "engine.json"
 SHARE = 0.05
 """Largest share of a command's estimated duration, with earlier runs that lacked the same times, that a trial may take."""
 REPEATED = 3
-"""How often a trial runs each workload at least."""
+"""Minimum number of executions of each workload in a trial."""
 LONG_STEP = 50e-3
 """Estimated seconds of a local step from which clients are not grouped: such models keep a core busy by themselves."""
 MIN_FULL_SHARE = 0.5

@@ -45,6 +45,7 @@ class EngineConfig:
         plan: Schedule of the run.
         keeps_encoded: Whether updates keep their encoded streams, which a site sends.
         graphs: Whether ``vectorized`` records steps as CUDA graphs.
+        sums: Whether the server needs only sums of updates, so that ``vectorized`` may return them instead of single ones.
         secret: Secret key of Poisson batches and private noise; None draws them from the seed.
     """
 
@@ -64,6 +65,7 @@ class EngineConfig:
     plan: RoundPlan = field(default_factory=RoundPlan)
     keeps_encoded: bool = False
     graphs: bool = True
+    sums: bool = False
     secret: SecretKey | None = None
 
     def run_of(self, client: int) -> int:

@@ -22,7 +22,7 @@ STEP = 100e-6
 LAYER = 45e-6
 """Additional seconds of a step for each layer: starting its operations, forward and backward."""
 TOGETHER = 4.0
-"""How much longer starting operations takes with a group of clients, whatever their number."""
+"""Factor of the time to start operations in a group of clients of any size."""
 PARAMETER = 2e-9
 """Seconds of a step for each parameter: update, and passes over the gradient."""
 PARAMETER_TOGETHER = 5e-9
@@ -42,9 +42,9 @@ ONE_THREAD = 1e-3
 FEW_THREADS = 5e-3
 """Seconds of a local step below which threads give little."""
 EFFICIENCY = 0.8
-"""How much faster threads make a local step, relative to a matrix product."""
+"""Speedup of a local step by threads, relative to that of a matrix product."""
 CROWDED = 1.1
-"""How much longer a local step of a large model takes while other workers use the same caches and memory."""
+"""Factor of the time of a local step of a large model while other workers use the same caches and memory."""
 
 
 def step_seconds(spec: ModelSpec, batch_size: int, clients: int = 1) -> float:

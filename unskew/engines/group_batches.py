@@ -90,7 +90,7 @@ class GroupBatches:
 
     @property
     def on_device(self) -> bool:
-        """Whether the clients share an array on the device, so that steps need nothing from the host."""
+        """Return whether the clients share an array on the device, so that steps need nothing from the host."""
         return self.shared is not None and self.shared.y.device.type == self.device.type
 
     def tables(self, rates: Sequence[float] | None) -> tuple[list[StepKind], dict[StepKind, Tensors]]:

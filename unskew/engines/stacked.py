@@ -48,7 +48,7 @@ class _ContentPickler(pickle.Pickler):
 
 
 def content_of(setup: EngineConfig) -> bytes | None:
-    """Return all that runs must share to be trained together; None if a run must be trained by itself.
+    """Return all that runs must share to be trained together; None if a run must be trained separately.
 
     Args:
         setup: Configuration of the engine.
@@ -62,7 +62,16 @@ def content_of(setup: EngineConfig) -> bytes | None:
     first = clients[0]
     data = first.x.dtype, federation.shape, first.y.dtype, first.y.shape[1:]
     scaling = federation.normalization, PixelScaling.of(federation)
-    work = setup.rules, setup.task, setup.training, setup.plan, setup.buffers, setup.common, setup.secret is None
+    work = (
+        setup.rules,
+        setup.task,
+        setup.training,
+        setup.plan,
+        setup.buffers,
+        setup.common,
+        setup.secret is None,
+        setup.sums,
+    )
     model = spec.module, spec.names, spec.buffer_names, spec.parts, spec.dtype, spec.autocast
     file = io.BytesIO()
     try:
@@ -161,7 +170,7 @@ class StackedEngine(VectorizedEngine):
         thread: Thread of the run.
 
     Attributes:
-        content: What the run must share with others; None if it is trained by itself.
+        content: What the run must share with others; None if it is trained separately.
     """
 
     def __init__(self, setup: EngineConfig, thread: RunThread):
@@ -205,7 +214,6 @@ class JointEngine(VectorizedEngine):
 
     def train_cohorts(self, cohorts: Sequence[Sequence[Broadcast]]) -> list[list[Update]]:
         """Train the cohorts of all runs in a round, and return the updates of each."""
-        self.trainer.sums = all(engine.sums for engine in self.engines)
         numbered = list(zip(self.firsts, cohorts, strict=True))
         sent = [replace_fields(b, client=first + b.client) for first, own in numbered for b in own]
         done = self.train_by_index(sent)
@@ -235,7 +243,7 @@ class JointTraining:
         self.engines: dict[bytes | None, JointEngine] = {}
 
     def __call__(self, works: Sequence[tuple[StackedEngine, Sequence[Broadcast]]]) -> list[Reply]:
-        """Train cohorts together; if that fails, each by itself, so that an error ends only the run that has it.
+        """Train cohorts together; if that fails, each separately, so that an error ends only the run that has it.
 
         Args:
             works: Engine of each run, and its cohort.

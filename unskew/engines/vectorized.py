@@ -113,11 +113,8 @@ class VectorizedEngine:
         """Train clients as one network with the channels of images last, or map each operator."""
         self.channels_last = channels_last
         if channels_last:
-            sums, trainer = self.trainer.sums, self.trainer
-            self.trainer = GroupTrainer(
-                self.setup, trainer.single, grouped_form(self.setup.spec), record=trainer.record
-            )
-            self.trainer.sums = sums
+            single, record = self.trainer.single, self.trainer.record
+            self.trainer = GroupTrainer(self.setup, single, grouped_form(self.setup.spec), record=record)
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""
@@ -151,15 +148,6 @@ class VectorizedEngine:
             done.clear()
             self.memory.release()
             self._set_width(width // 2)
-
-    @property
-    def sums(self) -> bool:
-        """Whether recorded training returns the sum of a group's updates; set it if the server needs no single ones."""
-        return self.trainer.sums
-
-    @sums.setter
-    def sums(self, suffice: bool) -> None:
-        self.trainer.sums = suffice and self.trainer.record is not None
 
     def close(self) -> None:
         """Do nothing, because there is nothing to release."""

@@ -22,7 +22,8 @@ from unskew.engines.client_inputs import pack_update
 from unskew.engines.device import elapsed, time_mark
 from unskew.engines.group_batches import GroupBatches
 from unskew.engines.local_trainer import LocalTrainer, requested_carry
-from unskew.engines.mapped_cohort import CohortSteps, MappedCohort, RecordedCohort
+from unskew.engines.mapped_cohort import CohortSteps, MappedCohort
+from unskew.engines.recorded_cohort import RecordedCohort
 from unskew.engines.recording import Recorder, WatchedRound, signature
 from unskew.errors import UnskewError
 from unskew.models.grouped.context import GroupedModel, use_grouped
@@ -89,9 +90,6 @@ class GroupTrainer:
         views: Whether updates may be views of the group's tensors, if they are packed at once; otherwise, keeping one
             client's update would keep the memory of the whole group.
         record: Records work on a device; None executes everything from Python.
-
-    Attributes:
-        sums: Whether one sum of the updates of a group may be returned, if the server needs no single ones.
     """
 
     def __init__(
@@ -106,7 +104,6 @@ class GroupTrainer:
         self.form = None if any(rule.trains_alone for rule in setup.rules) else form
         self.steps = CohortSteps(setup, single.inputs, self.form is not None, single.model.stream is not None)
         self.record = record
-        self.sums = False
         self._recorded: dict[str, RecordedCohort] = {}
         # Encoded uploads are other tensors than those that are checked for all clients at once.
         self.encodes = any(rule.encodes for rule in setup.rules)
@@ -224,7 +221,7 @@ class GroupTrainer:
         plain = not any(
             sent.report or sent.carry_of or sent.keeps_optimizer or sent.up is not None for sent in broadcasts
         )
-        if self.sums and plain and count > 1:
+        if setup.sums and self.record is not None and plain and count > 1:
             return self._summed(broadcasts, cohort.parts, cohort.end_summed(v_sent), times)
         written, deltas = cohort.end(v_sent)
         losses, finite = self._read(cohort.losses(), (deltas, b, v, written, state))

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from unskew.attacks.attackers import Attackers
-from unskew.config.experiment import Experiment
+from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.config.paths import without_data_locations
 from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import check_batch_sizes
@@ -140,6 +140,7 @@ def assemble(
     delays.check(len(federation.clients))
     clock = make_clock(run, server) if config.network.timed else None
     recorder = Recorder(folder, callbacks)
+    single = config.attack is not None or clock is not None or not delays.instant or {*config.diagnose} & {*AT_CLIENTS}
     setup = EngineConfig(
         spec=spec,
         federation=federation,
@@ -156,6 +157,7 @@ def assemble(
         waited=recorder.waited,
         plan=plan,
         graphs=config.graphs == "auto",
+        sums=server.setup.sums_suffice and not single,
         secret=secret,
     )
     trains_all = config.rounds * config.participation >= 1 and rule.steps_without != "clients"

@@ -243,6 +243,7 @@ def run_jobs_here(works: Sequence[Job], given: Any = None) -> Iterator[tuple[Has
         RunInterrupted: If Ctrl-C was pressed in the last round of a run, and others are left.
     """
     waiting, done = list(works), set[Hashable]()
+    IN_LAST_ROUND.clear()
     with planned_runs(len(works)):
         while (work := next_job(waiting, done)) is not None:
             if done and IN_LAST_ROUND:

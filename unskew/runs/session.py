@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any
 
 from unskew.engines.base import Engine
-from unskew.engines.vectorized import VectorizedEngine
 from unskew.filesystem import make_folder, write_atomic
 from unskew.measurements.registry import make_diagnostics
 from unskew.methods.registry import REFERENCES
@@ -63,9 +62,6 @@ class Session:
             engine = self.samples = GeneratedSamplesRecorder(
                 engine, parts.method.client, parts.prepared.federation, config.rounds - 1
             )
-        if isinstance(engine, VectorizedEngine):
-            watched = any(diagnosis.of_clients for diagnosis in self.diagnoses) or parts.attackers is not None
-            engine.sums = self.server.setup.sums_suffice and parts.network.keeps_order and not watched
         try:
             self._begin(start)
             for diagnosis in self.diagnoses:

@@ -57,11 +57,6 @@ class Network:
         """Clients with an update in flight; they are not drawn until it has arrived."""
         return frozenset(update.client for update in self.pending)
 
-    @property
-    def keeps_order(self) -> bool:
-        """Whether all updates of a round arrive in it, in the order of their clients."""
-        return self.clock is None and self.delays.instant
-
     def drops(self, round: int, client: int) -> bool:
         """Return whether a client drops out in a round; known before it trains, so that it need not be trained.
 

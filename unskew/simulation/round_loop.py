@@ -26,7 +26,7 @@ SIGNALS = tuple(
 )
 """Signals that end a run after its round; Windows has no SIGHUP."""
 IN_LAST_ROUND: list[int] = []
-"""Signals during the last round of the previous run, which has ended by itself; a command executes no further run."""
+"""Signals during the last round of the previous run, which has ended regularly; a command executes no further run."""
 NOTICE = b"\nFinishing this round to save it; press Ctrl-C (or send the signal) again to stop at once.\n"
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.functorch_api import is_mapped
+from unskew.functorch_api import constant, is_mapped
 from unskew.tasks.base import Task
 
 NOTHING = -1
@@ -60,7 +60,7 @@ class Classification(Task):
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the cross-entropy of each sample."""
-        weights = torch.tensor(self.weights, dtype=logits.dtype, device=logits.device) if self.weights else None
+        weights = constant(self.weights, logits) if self.weights else None
         return cross_entropy(self._corrected(logits), y, weights, "none")
 
     @property
@@ -77,7 +77,7 @@ class Classification(Task):
         """
         if not self.trained_with:
             return logits
-        return logits - torch.tensor(self.trained_with, dtype=logits.dtype, device=logits.device).log()
+        return logits - constant(self.trained_with, logits).log()
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the softmax over classes, corrected for the class weights of the training."""
