@@ -142,7 +142,7 @@ class Prepared:
 
     @property
     def padded(self) -> bool:
-        """Whether there are batches that were filled up."""
+        """Return whether there are batches that were filled up."""
         return not bool(self.weights.all())
 
     def save(self, file: Path) -> None:
