@@ -26,7 +26,7 @@ from speed.gpu_jobs.settings import CHECKED_ROUNDS, PREPARED_ROUNDS, SETTINGS, P
 TOLERANCE = 1e-4
 """Largest difference of two models, relative to the norm of unskew's, and of their training losses."""
 CHANGE_TOLERANCE = 1e-2
-"""Largest difference of two models, relative to how far unskew's has moved; a ReLU that flips costs about 1e-4."""
+"""Largest difference of two models, relative to how far unskew's has moved, which allows for a ReLU that flips."""
 MEASURED_SECONDS = 2.0
 """Seconds of rounds per measurement."""
 PFL_ROUNDS = 10
