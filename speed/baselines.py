@@ -25,15 +25,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from speed.settings import MEAN, SETTINGS, STD
 from speed.timing import load_images, measure
-
-MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2470, 0.2435, 0.2616)
-
-SETTINGS = {
-    "A": {"clients": 100, "per_client": 500, "cohort": 10, "steps": 8, "batch": 64, "lr": 0.05, "seed": 1},
-    "B": {"clients": 1000, "per_client": 50, "cohort": 50, "steps": 5, "batch": 10, "lr": 0.05, "seed": 1},
-}
 
 
 class CnnA(nn.Module):

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor, nn
 
 import unskew
-from speed.baselines import SETTINGS
 from speed.scaling import RESULTS, page_of, write_pages
+from speed.settings import SETTINGS
 from speed.speed import CIFAR, federation_of, machine
 from speed.timing import load_images
 from unskew.engines.cpu import num_cores

@@ -1,6 +1,6 @@
 """Cost of evaluating after every round: ``python -m speed.evaluation [--repetitions N]``.
 
-Setting A of ``speed.baselines`` with a test set of 10,000 images, engine ``processes``. Runs that evaluate after every
+Setting A of ``speed/settings.py`` with a test set of 10,000 images, engine ``processes``. Runs that evaluate after every
 round and runs that evaluate only at the end are timed in turn; both include the start. If all cores are busy in both parts,
 no schedule of the two parts is faster than their sum, however they overlap.
 """
@@ -14,7 +14,7 @@ import time
 import torch
 
 import unskew
-from speed.baselines import MEAN, SETTINGS, STD
+from speed.settings import MEAN, SETTINGS, STD
 from speed.speed import CIFAR, machine
 from speed.timing import load_images
 from unskew.data.federation import ArrayClients

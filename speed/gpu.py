@@ -1,6 +1,6 @@
 """Measure the engine ``vectorized`` on a CUDA device, in at most ten minutes: ``python -m speed.gpu [--json FILE]``
 
-It runs the engine tests, the settings A and B of ``speed/baselines.py`` with 8 to 512 clients at once, the forms of
+It runs the engine tests, the settings A and B of ``speed/settings.py`` with 8 to 512 clients at once, the forms of
 convolutions, the precisions, ResNet-20, and a profile of one round, and prints one Markdown table. Without a CUDA device
 it prints a sentence. ``--device cpu --quick`` runs everything small, as a test of this script.
 """
@@ -22,12 +22,13 @@ import numpy as np
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from speed.baselines import MEAN, SETTINGS, STD
-from unskew import Federation, ModelSpec, Normalization, method
-from unskew.data.federation import ArrayClients
+from speed.settings import SETTINGS
+from speed.speed import federation_of
+from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.inline import InlineEngine
+from unskew.engines.recording import Recorder
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.fedavg import server_rule
 from unskew.models.registry import build_model
@@ -54,6 +55,12 @@ class Rounds:
         cohort: Clients per round.
         device: Device of the model and the data.
         width: Clients mapped at once; None to find it from the memory, 0 for one client after another.
+        model: Name of the model.
+        precision: Precision; ``bf16`` for mixed precision.
+        convolution: Form of convolutions of ``vectorized``.
+        spelling: Expression of the method.
+        record: Records steps; None for CUDA graphs on a CUDA device.
+        shape: Shape of an image, channels last.
     """
 
     def __init__(
@@ -66,35 +73,32 @@ class Rounds:
         precision: str = "fp32",
         convolution: Any = "grouped",
         spelling: str = "fedavg",
+        record: Recorder | None = None,
+        shape: tuple[int, int, int] = (32, 32, 3),
     ):
         clients, per_client = max(cohort, setting["clients"]), setting["per_client"]
         draws, what = np.random.default_rng(0), method(spelling)
-        total = clients * per_client
-        images = torch.from_numpy(draws.integers(0, 256, (total, 32, 32, 3), dtype=np.uint8)).permute(0, 3, 1, 2)
-        labels = torch.from_numpy(draws.integers(0, 10, total))
-        offsets = np.arange(clients + 1) * per_client
-        federation = Federation(
-            ArrayClients(images, labels, offsets, offsets[1:]),
-            test=(images[:100], labels[:100]),
-            classes=10,
-            normalization=Normalization(MEAN, STD, 1 / 255),
-        ).to(device)
+        images = draws.integers(0, 256, (clients * per_client, *shape), dtype=np.uint8)
+        federation = federation_of(images, draws.integers(0, 10, len(images)), clients, per_client).to(device)
         torch.manual_seed(setting["seed"])
         module, bf16 = build_model(model, federation.shape, federation.classes), precision == "bf16"
         spec = ModelSpec(module, federation.shape, federation.classes, autocast=bf16).to(device)
         training = Training(
             local_steps=setting["steps"], local_epochs=None, batch_size=setting["batch"], lr=setting["lr"]
         )
-        setup = EngineConfig(spec, federation, what.client, TASKS["classification"], training, 0, device)
-        self.engine: Any = InlineEngine(setup) if width == 0 else VectorizedEngine(setup, convolution=convolution)
-        if width:
-            self.engine.width = width
         info = replace(FederationInfo.of(federation), weights=what.weights or "samples")
         self.server = Server(ServerSetup(what, server_rule(what), spec, info))
+        task, sums = TASKS["classification"], self.server.setup.sums_suffice  # as in a run
+        setup = EngineConfig(spec, federation, what.client, task, training, 0, device, sums=sums)
+        self.engine: Any = InlineEngine(setup)
+        if width != 0:
+            self.engine = VectorizedEngine(setup, convolution=convolution, record=record)
+        if width:
+            self.engine.width = width
         self.cohort, self.device, self.t = cohort, device, 0
 
     def round(self) -> None:
-        broadcasts = [self.server.broadcaster.broadcast(self.t, client) for client in range(self.cohort)]
+        broadcasts = self.server.broadcaster.broadcasts(self.t, range(self.cohort))
         self.server.aggregator.step(self.t, self.engine.train(broadcasts))
         self.t += 1
         if self.device.type == "cuda":

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from speed.baselines import MEAN, STD, CnnA
+from speed.baselines import CnnA
+from speed.settings import MEAN, STD
 
 # Effective optimizations, as the share of CPU time per round that each saves if everything else is unchanged (AMD EPYC
 # with AVX-512, two cores, torch 2.13, real CIFAR-10, one thread, medians of interleaved repetitions):

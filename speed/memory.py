@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from speed.baselines import MEAN, SETTINGS, STD, TunedLoop
+from speed.baselines import TunedLoop
+from speed.settings import MEAN, SETTINGS, STD
 from speed.timing import resident
 
 ROUNDS = 10

@@ -26,8 +26,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from speed.baselines import MEAN, SETTINGS, STD, ResearcherLoop, TunedLoop
+from speed.baselines import ResearcherLoop, TunedLoop
 from speed.handmade import HandmadeTogether, HandmadeTrainer
+from speed.settings import MEAN, SETTINGS, STD
 from speed.timing import load_images, measure, resident
 from unskew import ClientData, Federation, ModelSpec, Normalization, method
 from unskew.data.federation import ArrayClients

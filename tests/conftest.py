@@ -56,6 +56,21 @@ def undrawn(request, monkeypatch):
 
 
 @pytest.fixture
+def joint(monkeypatch):
+    """Number of runs of each joint training."""
+    from unskew.engines.stacked import JointEngine
+
+    counts, train = [], JointEngine.train_cohorts
+
+    def counted(self, cohorts):
+        counts.append(len(cohorts))
+        return train(self, cohorts)
+
+    monkeypatch.setattr(JointEngine, "train_cohorts", counted)
+    return counts
+
+
+@pytest.fixture
 def one_key(monkeypatch):
     """All private runs draw their noise from the same secret key, so that they can be compared."""
     monkeypatch.setattr("unskew.secret_draws.new_key", lambda: bytes(range(32)))

@@ -8,24 +8,14 @@ from __future__ import annotations
 
 import statistics
 import time
+from typing import Any
 
 import numpy as np
 import torch
 
-from speed.baselines import SETTINGS
-from unskew import Federation, ModelSpec, Normalization, method
-from unskew.data.federation import ArrayClients
-from unskew.engines.base import EngineConfig
-from unskew.engines.vectorized import VectorizedEngine
-from unskew.methods.fedavg import server_rule
-from unskew.models.registry import build_model
-from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.training_config import Training
-from unskew.simulation.server import Server
-from unskew.simulation.server_state import ServerSetup
-from unskew.tasks.registry import TASKS
+from speed.gpu import Rounds
+from speed.settings import SETTINGS
 
-COHORTS = {"A": 10, "B": 50}
 ROUNDS = 60
 
 
@@ -46,25 +36,13 @@ def host_times(name: str, spelling: str) -> list[float]:
         name: Setting ``A`` or ``B``.
         spelling: Expression of the method.
     """
-    setting, cohort, what = SETTINGS[name], COHORTS[name], method(spelling)
-    clients, per_client, draws = 2 * cohort, setting["per_client"], np.random.default_rng(0)
-    images = torch.from_numpy(draws.integers(0, 256, (clients * per_client, 8, 8, 1), dtype=np.uint8)).permute(
-        0, 3, 1, 2
-    )
-    labels = torch.from_numpy(draws.integers(0, 10, len(images)))
-    offsets = np.arange(clients + 1) * per_client
-    data = ArrayClients(images, labels, offsets, offsets[1:])
-    federation = Federation(data, (images[:100], labels[:100]), normalization=Normalization((0.5,), (0.2,), 1 / 255))
-    spec = ModelSpec(build_model("logistic", federation.shape, 10), federation.shape, 10)
-    training = Training(local_steps=setting["steps"], local_epochs=None, batch_size=setting["batch"], lr=0.05)
-    task = TASKS["classification"]
-    setup = EngineConfig(spec, federation, what.client, task, training, 0, torch.device("cpu"))
-    engine = VectorizedEngine(setup, record=NoWork)  # type: ignore[arg-type]
-    server = Server(ServerSetup(what, server_rule(what), spec, FederationInfo.of(federation)))
-    engine.sums = server.setup.sums_suffice
+    cohort, draws = SETTINGS[name]["cohort"], np.random.default_rng(0)
+    options: dict[str, Any] = {"model": "logistic", "shape": (8, 8, 1), "spelling": spelling, "record": NoWork}
+    rounds = Rounds({**SETTINGS[name], "clients": 2 * cohort}, cohort, torch.device("cpu"), **options)
+    engine, server = rounds.engine, rounds.server
     parts = []
     for t in range(ROUNDS):
-        chosen = sorted(draws.choice(clients, cohort, replace=False).tolist())
+        chosen = sorted(draws.choice(2 * cohort, cohort, replace=False).tolist())
         times = [time.process_time()]
         broadcasts = server.broadcaster.broadcasts(t, chosen)
         times.append(time.process_time())
@@ -80,7 +58,7 @@ def main() -> None:
     """Print the host time of the settings A and B."""
     torch.set_num_threads(1)
     print("| setting | broadcasts | engine | server | ms per round |\n|---|---|---|---|---|")
-    for name in COHORTS:
+    for name in SETTINGS:
         for spelling in ("fedavg", "scaffold"):
             times = host_times(name, spelling)
             print(f"| {name}, {spelling} | {' | '.join(f'{ms:.2f}' for ms in times)} | {sum(times):.2f} |", flush=True)

@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-import torch
+import itertools
+
 from torch import nn
-from torch.nn import functional as F
+
+from speed.peers.workloads import BasicBlock
 
 GROUPS = 2
-
-
-class Block(nn.Module):
-    """Two 3x3 convolutions with group norm, and a 1x1 convolution as shortcut if the shape changes."""
-
-    def __init__(self, inputs: int, outputs: int, stride: int):
-        super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, 1, bias=False)
-        self.norm1 = nn.GroupNorm(GROUPS, outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, 1, 1, bias=False)
-        self.norm2 = nn.GroupNorm(GROUPS, outputs)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride > 1 or inputs != outputs:
-            projection = nn.Conv2d(inputs, outputs, 1, stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.GroupNorm(GROUPS, outputs))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        inner = F.relu(self.norm1(self.conv1(x)))
-        return F.relu(self.norm2(self.conv2(inner)) + self.shortcut(x))
 
 
 def resnet18(classes: int) -> nn.Module:
@@ -35,8 +18,8 @@ def resnet18(classes: int) -> nn.Module:
         classes: Number of classes.
     """
     stem = [nn.Conv2d(3, 64, 7, 2, 3, bias=False), nn.GroupNorm(GROUPS, 64), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
-    widths = [(64, 64, 1), (64, 128, 2), (128, 256, 2), (256, 512, 2)]
-    blocks = [block for a, b, stride in widths for block in (Block(a, b, stride), Block(b, b, 1))]
+    widths = (64, 64, 64, 128, 128, 256, 256, 512, 512)
+    blocks = [BasicBlock(inputs, outputs, GROUPS) for inputs, outputs in itertools.pairwise(widths)]
     return nn.Sequential(*stem, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, classes))
 
 

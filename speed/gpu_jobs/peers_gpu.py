@@ -26,7 +26,7 @@ from speed.gpu_jobs.settings import CHECKED_ROUNDS, PREPARED_ROUNDS, SETTINGS, P
 TOLERANCE = 1e-4
 """Largest difference of two models, relative to the norm of unskew's, and of their training losses."""
 CHANGE_TOLERANCE = 1e-2
-"""Largest difference of two models, relative to how far unskew's has moved; a ReLU that flips costs about 1e-4."""
+"""Largest difference of two models, relative to how far unskew's has moved, which allows for a ReLU that flips."""
 MEASURED_SECONDS = 2.0
 """Seconds of rounds per measurement."""
 PFL_ROUNDS = 10
@@ -215,11 +215,14 @@ def main() -> None:
     parser.add_argument("--section", help="loop to run in this process; used by this script")
     parser.add_argument("--folder", type=Path, help="folder of initial models and batches; used by this script")
     args = parser.parse_args()
+    only = [loop for loop in args.only.split(",") if loop]
+    if unknown := sorted(set(only) - {section.loop for section in SECTIONS}):
+        parser.error(f"--only: there is no loop {unknown[0]!r}")
     args.out.mkdir(parents=True, exist_ok=True)
     if args.section is not None:
         run_section(args.out, args.folder, Section(args.section, tuple(args.settings), 0), args.quick)
         return
-    run_all(args.out, args.seconds, args.quick, [loop for loop in args.only.split(",") if loop], args.settings)
+    run_all(args.out, args.seconds, args.quick, only, args.settings)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-MEAN = (0.4914, 0.4822, 0.4465)
-STD = (0.2470, 0.2435, 0.2616)
+from speed import settings
+from speed.settings import MEAN, STD
+
 SEED = 0
 PREPARED_ROUNDS = 16
 """Rounds whose cohorts and batches are drawn before the measurement; later rounds repeat them."""
@@ -21,7 +22,6 @@ class Setting:
     """Data, budget and model of FedAvg.
 
     Attributes:
-        title: Description for readers.
         model: Name of the model in ``models.py`` and ``jax_loop.py``.
         clients: Number of registered clients.
         per_client: Samples of each client.
@@ -35,7 +35,6 @@ class Setting:
         published: Seconds per round that another project published for this setting, or None.
     """
 
-    title: str
     model: str
     clients: int
     per_client: int
@@ -82,35 +81,30 @@ class Setting:
         return images.astype(dtype) * scale[:, None, None] + shift[:, None, None], labels
 
 
+def cnn_a(name: str) -> Setting:
+    """Return setting A or B of the measurements on a CPU; the seed is that of all loops here."""
+    return Setting("cnn", **{key: value for key, value in settings.SETTINGS[name].items() if key != "seed"})
+
+
 SETTINGS = {
-    "A": Setting("CNN-A; 10 of 100 clients, 8 steps of batch 64", "cnn", 100, 500, 10, 8, 64, 0.05),
-    "B": Setting("CNN-A; 50 of 1,000 clients, 5 steps of batch 10", "cnn", 1000, 50, 50, 5, 10, 0.05),
-    "pfl": Setting(
-        "pfl-research's CIFAR-10 benchmark; 50 of 1,000 clients, 5 steps of batch 10", "pfl", 1000, 50, 50, 5, 10, 0.1
-    ),
+    "A": cnn_a("A"),
+    "B": cnn_a("B"),
+    # pfl-research's CIFAR-10 benchmark
+    "pfl": Setting("pfl", clients=1000, per_client=50, cohort=50, steps=5, batch=10, lr=0.1),
+    # PFLlib, issue 253, on MNIST
     "pfllib": Setting(
-        "PFLlib, issue 253: MNIST, 20 clients, 263 steps of batch 10",
         "pfllib",
-        20,
-        2630,
-        20,
-        263,
-        10,
-        0.005,
-        (1, 28, 28),
+        clients=20,
+        per_client=2630,
+        cohort=20,
+        steps=263,
+        batch=10,
+        lr=0.005,
+        shape=(1, 28, 28),
         published=17.0,
     ),
-    "flsim": Setting(
-        "FL-Simulator: ResNet-18 with group norm, 10 of 100 clients, 5 epochs of batch 50",
-        "resnet18",
-        100,
-        500,
-        10,
-        50,
-        50,
-        0.1,
-        published=15.9,
-    ),
+    # FL-Simulator: ResNet-18 with group norm, 5 epochs
+    "flsim": Setting("resnet18", clients=100, per_client=500, cohort=10, steps=50, batch=50, lr=0.1, published=15.9),
 }
 
 
@@ -148,7 +142,7 @@ class Prepared:
 
     @property
     def padded(self) -> bool:
-        """Whether there are batches that were filled up."""
+        """Return whether there are batches that were filled up."""
         return not bool(self.weights.all())
 
     def save(self, file: Path) -> None:

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 import unskew
 from speed.gpu_jobs.models import build
 from speed.gpu_jobs.rows import summary, time_rounds
-from speed.gpu_jobs.settings import CHECKED_ROUNDS, MEAN, SEED, STD, Prepared, Setting
+from speed.gpu_jobs.settings import CHECKED_ROUNDS, SEED, Prepared, Setting
+from speed.settings import MEAN, STD
 from unskew import Callback, Federation, Normalization
 from unskew.data.federation import ArrayClients
 

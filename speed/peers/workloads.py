@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from speed.baselines import MEAN, SETTINGS, STD, CnnA
+from speed.baselines import CnnA
+from speed.settings import MEAN, SETTINGS, STD
 
 
 class BasicBlock(nn.Module):
@@ -20,19 +21,20 @@ class BasicBlock(nn.Module):
     Args:
         inputs: Input channels.
         outputs: Output channels.
+        groups: Groups of each norm.
     """
 
-    def __init__(self, inputs: int, outputs: int) -> None:
+    def __init__(self, inputs: int, outputs: int, groups: int = 8) -> None:
         super().__init__()
         stride = 1 if inputs == outputs else 2
         self.conv1 = nn.Conv2d(inputs, outputs, 3, stride=stride, padding=1, bias=False)
-        self.norm1 = nn.GroupNorm(8, outputs)
+        self.norm1 = nn.GroupNorm(groups, outputs)
         self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
-        self.norm2 = nn.GroupNorm(8, outputs)
+        self.norm2 = nn.GroupNorm(groups, outputs)
         self.shortcut: nn.Module = nn.Identity()
         if inputs != outputs:
             projection = nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False)
-            self.shortcut = nn.Sequential(projection, nn.GroupNorm(8, outputs))
+            self.shortcut = nn.Sequential(projection, nn.GroupNorm(groups, outputs))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         inner = F.relu(self.norm1(self.conv1(x)))

@@ -1,4 +1,4 @@
-"""``auto`` decides by estimates in short runs and by a trial in long ones; the trial touches nothing and is kept."""
+"""``auto`` decides by estimates in short runs and by a trial in long ones; the trial changes nothing and is stored."""
 
 import json
 

@@ -36,7 +36,7 @@ FEW = ("fedavg", "scaffold", "fedcog", "perfedavg", "dpsgd")
 
 @pytest.fixture
 def trained(monkeypatch):
-    """Runs a method with steps from Python or recorded; returns the model and the engines."""
+    """Return a function that runs a method with steps from Python or recorded, and returns the model and the engines."""
 
     def run(name, recorded, sizes=(12, 12, 12, 10, 10), sums=False, form="grouped", **options):
         engines = []
@@ -113,7 +113,7 @@ def test_numbers_of_a_step_are_tensors_of_the_recorded_one(options, trained):
     assert any(step._graph is not None for step in recordings(engines))
 
 
-def test_what_cannot_be_recorded_is_executed_from_python_with_a_warning(trained, monkeypatch):
+def test_steps_that_cannot_be_recorded_are_executed_from_python_with_a_warning(trained, monkeypatch):
     def refuse(work, restore):
         raise RuntimeError("out of registers")
 
@@ -162,7 +162,7 @@ def test_sums_and_single_updates_may_alternate(trained, monkeypatch):
 
 
 class Counting(unskew.ClientRule):
-    """A rule that keeps something in an attribute."""
+    """A rule that stores a tensor in an attribute."""
 
     name, summary, paper = "counting", "keeps", "none"
 
@@ -174,7 +174,7 @@ class Counting(unskew.ClientRule):
         return lambda v, batch: grad_fn(v, batch) + 0.1 * (v - self.start)
 
 
-def test_a_rule_that_keeps_tensors_in_attributes_is_not_recorded(trained):
+def test_a_rule_that_stores_tensors_in_attributes_is_not_recorded(trained):
     reference, _ = trained([Counting()], False)
     with pytest.warns(UserWarning, match="a hook changes an attribute of its rule"):
         vector, _ = trained([Counting()], True, sums=True)
@@ -221,4 +221,5 @@ def test_no_step_waits_for_the_device_or_copies_from_the_host(name, monkeypatch)
         cohort.train(0)
         cohort.train(1)
     assert cohort.engine.trainer.record is not None
+    assert any(step._graph is not None for step in recordings([cohort.engine]))
     assert [step.reasons for step in recordings([cohort.engine]) if step.reasons] == []

@@ -1,4 +1,4 @@
-"""Recorded work: when it is recorded, how long a recording is valid, and what forbids one."""
+"""Recorded work: when it is recorded, the rounds in which a recording is valid, and operations that forbid one."""
 
 import pytest
 import torch
@@ -80,7 +80,7 @@ class Rule:
 
 @pytest.mark.parametrize(("changes", "recorded"), [(1, True), (2, False), (99, False)])
 def test_work_that_changes_attributes_of_a_rule_is_not_recorded(changes, recorded):
-    """What is computed once, in the first execution, may be kept."""
+    """A hook may store a value that it computes once, in the first execution."""
     rule, total = Rule(), torch.zeros(2)
 
     def work(round):
@@ -138,7 +138,7 @@ def test_comparisons_are_noted_with_their_results():
         (lambda x: x.clone().add_(2.0).relu(), None),
     ],
 )
-def test_what_forbids_a_recording(work, reason):
+def test_reads_of_the_device_and_tensors_from_python_forbid_a_recording(work, reason):
     with CaptureCheck(CPU) as check:
         work(torch.ones(3))
     assert list(check.reasons) == ([] if reason is None else [reason])

@@ -1,4 +1,4 @@
-"""Runs that train their clients together have the numbers of single runs, end by themselves, and resume."""
+"""Runs that train their clients together have the numbers of single runs, end separately, and resume."""
 
 import os
 import signal
@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from support.federations import blobs
 from support.recorded_operators import RecordedOperators
-from support.running import TIMES, metrics
+from support.running import metrics
 from support.tolerance import TRAINING, assert_close
 
 import unskew
@@ -23,9 +24,11 @@ from unskew.engines.run_threads import run_together
 from unskew.engines.stacked import JointEngine, JointTraining, StackedEngine, content_of, make_vectorized
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.errors import DataError
-from unskew.protocol.messages import SummedUpdate
+from unskew.protocol.messages import Broadcast, ClientState, SummedUpdate
 from unskew.records.result import read_summary
 from unskew.simulation.round_loop import RunInterrupted
+
+pytestmark = pytest.mark.usefixtures("undrawn")
 
 SEEDS = 3
 TINY = {
@@ -33,27 +36,6 @@ TINY = {
     "local_epochs": None, "local_steps": 2, "batch_size": 8, "lr": 0.05, "max_train_samples": None, "device": "cpu",
     "engine": "vectorized", "precision": "fp64", "references": False, "eval_clients": 2, "checkpoint_every": 1,
 }  # fmt: skip
-
-
-@pytest.fixture
-def joint(monkeypatch):
-    """How many runs each joint training had."""
-    counts, train = [], JointEngine.train_cohorts
-
-    def counted(self, cohorts):
-        counts.append(len(cohorts))
-        return train(self, cohorts)
-
-    monkeypatch.setattr(JointEngine, "train_cohorts", counted)
-    return counts
-
-
-@pytest.fixture(autouse=True)
-def undrawn(monkeypatch):
-    from matplotlib.figure import Figure
-    from support.running import blank
-
-    monkeypatch.setattr(Figure, "savefig", blank)
 
 
 def compare(folder, method, parallel, **options):
@@ -67,8 +49,6 @@ def run_folders(folder):
 
 def vector_of(folder):
     [file] = Path(folder).glob("*.safetensors")
-    from safetensors.torch import load_file
-
     return torch.cat([t.double().flatten() for _, t in sorted(load_file(file).items())])
 
 
@@ -174,7 +154,7 @@ def test_clients_of_unequal_size_of_several_runs_are_trained_together(joint):
 
 
 @pytest.mark.parametrize("method", ["knnper", "center", "vhl:per_class=2"])
-def test_what_cannot_be_trained_together_is_trained_as_before(method, tmp_path, joint):
+def test_methods_that_cannot_be_trained_together_are_trained_separately(method, tmp_path, joint):
     options = {"knnper": {}, "center": {"server_data": 50}}.get(method, {"model": "cnn"})
     compare(tmp_path / "separate", method, 1, **options)
     compare(tmp_path / "stacked", method, "stacked", **options)
@@ -244,7 +224,7 @@ def test_an_error_of_a_client_ends_its_own_run(tmp_path, monkeypatch, joint):
     compare(tmp_path / "parts", "fedavg", "stacked", resume=True)
     compare(tmp_path / "whole", "fedavg", 1)
     assert_same(tmp_path / "parts", tmp_path / "whole")
-    assert joint == [3, 3, 3, 3][: len(joint)] or joint[-1] == SEEDS  # the runs meet again
+    assert joint[-1] == SEEDS, "the runs meet again"
 
 
 def test_a_joint_failure_leaves_the_runs_their_numbers(tmp_path, monkeypatch):
@@ -290,7 +270,6 @@ def test_seconds_of_a_run_are_its_share(tmp_path, monkeypatch):
     monkeypatch.setattr(JointEngine, "train_cohorts", slow)
     compare(tmp_path / "stacked", "fedavg", "stacked", rounds=2)
     assert [read_summary(folder)["seconds"] for folder in run_folders(tmp_path / "stacked")] == [20.0] * SEEDS
-    assert "seconds" in TIMES
 
 
 def setup_of(**options):
@@ -336,7 +315,7 @@ def test_content_depends_on_constants_of_the_model_and_on_what_is_sent_before():
     assert common[0] != common[1]
 
 
-def test_content_of_what_trains_by_itself_is_none(tmp_path):
+def test_runs_that_train_separately_have_no_content(tmp_path):
     np.save(tmp_path / "x.npy", np.random.default_rng(0).normal(size=(40, 3)).astype("float32"))
     x, y = np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(40) % 2
     fed = unskew.Federation.from_arrays([(x, y)] * 2, test=(x, y))
@@ -378,8 +357,6 @@ def test_the_number_of_clients_at_once_counts_those_of_all_runs(tmp_path):
 
 
 def cohort_of(setup):
-    from unskew.protocol.messages import Broadcast, ClientState
-
     v, b = setup.spec.flatten(), setup.spec.flatten_buffers()
     return [Broadcast(0, k, v, b, {}, ClientState(), 1.0) for k in range(len(setup.federation.clients))]
 

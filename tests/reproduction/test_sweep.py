@@ -111,7 +111,7 @@ def test_a_table_that_is_interrupted_again_and_again_equals_one_that_is_not(tmp_
 
 
 def test_the_rounds_of_a_run_in_progress_are_those_of_its_checkpoint(tmp_path):
-    """The run of this row and its common rounds, which count, too."""
+    """Its common rounds count, too."""
     ticks = itertools.count()
     limit = TimeLimit(9 / 60, lambda: float(next(ticks)))
     folders = tmp_path / "runs", tmp_path / "results"

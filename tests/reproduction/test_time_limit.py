@@ -1,4 +1,4 @@
-"""The time limit of a table: what starts, what stops, and what it expects of the rest."""
+"""The time limit of a table: runs that start or stop, and the expected durations of the others."""
 
 import math
 
@@ -33,7 +33,7 @@ def test_a_run_starts_if_it_ends_in_time(elapsed, seconds, starts):
 
 
 def test_a_run_that_never_ends_within_a_call_is_started():
-    """Of a minute, loading data takes 20 s, so that a run of 50 s would otherwise wait forever."""
+    """Loading data takes 20 s of a minute, so a run of 50 s would otherwise wait forever."""
     clock = Clock()
     limit = TimeLimit(1, clock)
     clock.now += 20
@@ -45,7 +45,7 @@ def test_a_run_that_never_ends_within_a_call_is_started():
 
 
 @pytest.mark.parametrize("minutes", [0, -1, math.nan, math.inf])
-def test_a_time_limit_rejects_what_is_no_time(minutes):
+def test_a_time_limit_rejects_minutes_that_are_not_positive_and_finite(minutes):
     with pytest.raises(ConfigError, match="is not valid; use a number above 0"):
         TimeLimit(minutes)
 

@@ -19,7 +19,6 @@ from unskew.data.federation import ArrayClients
 from unskew.engines import auto_select
 from unskew.engines.cpu import num_cores
 from unskew.engines.mmap_pickle import dump_mmap, load_mmap
-from unskew.engines.stacked import JointEngine
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.parallel import (
     SMALL,
@@ -154,11 +153,7 @@ def test_jobs_that_train_several_runs_are_not_stacked():
         num_parallel_jobs("stacked", 3)
 
 
-def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, monkeypatch):
-    joint, train = [], JointEngine.train_cohorts
-    monkeypatch.setattr(
-        JointEngine, "train_cohorts", lambda self, cohorts: joint.append(len(cohorts)) or train(self, cohorts)
-    )
+def test_a_table_of_seeds_trained_together_is_the_table(tmp_path, joint):
     alone, told = small_table(tmp_path / "alone", 1, [0, 1], "mlp", "vectorized")
     assert not joint
     assert small_table(tmp_path / "together", "stacked", [0, 1], "mlp", "vectorized") == (alone, told)
@@ -175,7 +170,7 @@ def test_stacked_needs_the_engine_vectorized_before_anything_is_run(capsys, tmp_
 
 
 def echo(given, number, callbacks):
-    """A work: what it was given and how many runs the engine is chosen for, and a warning."""
+    """Warn, and return the number, the threads, whether the data are in one array, and the planned runs."""
     callbacks[0].warn(f"{number} of {given}")
     if number == 3:
         raise ConfigError("client 3 has bad data")

@@ -238,8 +238,8 @@ def test_resumed_in_memory_what_was_on_disk(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("limit", [4 << 30, 100])
-def test_rows_of_several_clients_are_kept_as_single_states(tmp_path, limit):
-    """In tables, or cloned and spilled if these would not fit."""
+def test_rows_of_several_clients_are_stored_as_single_states(tmp_path, limit):
+    """Rows are stored in tables, or cloned and spilled if these would not fit."""
     stored = ClientStore(tmp_path / "rows", limit)
     single = ClientStore(tmp_path / "single")
     draws = torch.Generator().manual_seed(0)

@@ -30,5 +30,5 @@ def test_it_measures_everything_small():
     command = [sys.executable, "-m", "speed.gpu", "--device", "cpu", "--quick"]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     rows = [line for line in done.stdout.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + 2 * 8 + 3 + 10 + 2 * 2
+    assert len(rows) == 2 + 2 * 7 + 2 + 10 + 2 * 2
     assert "Error" not in done.stdout

@@ -28,7 +28,7 @@ def test_batches_have_each_sample_of_an_epoch_once_and_the_last_one_is_filled_up
 
 @pytest.mark.parametrize("loop", ["hand", "graph"])
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_a_loop_tuned_by_hand_trains_the_model_of_unskew(loop, channels_last, tmp_path):
+def test_a_loop_tuned_by_hand_trains_the_model_of_unskew(loop, channels_last):
     setting = SETTINGS["A"].checked()
     prepared = prepare(setting, CHECKED_ROUNDS)
     model, loss = torch_loops.LOOPS[loop](prepared, channels_last).checked()
@@ -38,7 +38,7 @@ def test_a_loop_tuned_by_hand_trains_the_model_of_unskew(loop, channels_last, tm
     assert loss == pytest.approx(our_loss, abs=1e-5)
 
 
-def test_models_that_differ_do_not_agree(tmp_path, capsys):
+def test_models_that_differ_do_not_agree(tmp_path):
     prepare(SETTINGS["A"].checked(), CHECKED_ROUNDS).save(tmp_path / "A-check.npz")
     with np.load(tmp_path / "A-check.npz") as stored:
         start = np.concatenate([stored[f"start{index}"].ravel() for index in range(10)])

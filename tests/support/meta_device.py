@@ -1,4 +1,4 @@
-"""A device that holds shapes and no numbers: what mixes devices, or reads a number, fails or is counted there."""
+"""Cohorts on the meta device, which has shapes and no numbers: operators that mix devices fail, and reads are counted."""
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -16,7 +16,7 @@ META = torch.device("meta")
 ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
 NOT_HERE = {
     "flora": "needs a model with LoRA factors",
-    "vhl": "has images made before training",
+    "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
         ["mimelite", "ifca", "fedproto", "qfedavg"], "takes a pass over each client's data, one client after the other"

@@ -19,7 +19,6 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.config.loader import experiment, load_yaml
-from unskew.engines.stacked import JointEngine
 from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.methods.registry import METHODS, rule_class
 from unskew.option_parsing import option_defaults
@@ -197,11 +196,7 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
 
 
-def test_fresh_seeds_of_a_method_are_trained_together(monkeypatch):
-    joint, train = [], JointEngine.train_cohorts
-    monkeypatch.setattr(
-        JointEngine, "train_cohorts", lambda self, cohorts: joint.append(len(cohorts)) or train(self, cohorts)
-    )
+def test_fresh_seeds_of_a_method_are_trained_together(joint):
     options = {"methods": ["fedavg"], "trials": 2, "seeds": 2, "references": False, "data": "digits", "clients": 3}
     options |= {**TINY, "engine": "vectorized", "device": "cpu", "precision": "fp64"}
     alone, together = (unskew.tune(**options, parallel=parallel) for parallel in (1, "stacked"))

@@ -1,8 +1,9 @@
 """Estimated seconds of local training from the layers of a model, for runs that are too short to measure them.
 
-The constants were fitted by hand to CPU seconds of single-threaded steps of CNN-A, two MLPs, logistic regression, ResNet-20
-and VGG-11 with batches of 1 to 128 (one core of an AMD EPYC with AVX-512, torch 2.13), within about 40%. Only their ratios
-matter, so a machine that is slower as a whole decides the same.
+The constants were fitted by hand to CPU seconds of single-threaded steps (one core of an AMD EPYC with AVX-512, torch 2.13).
+Measured times are 0.6 to 1.5 times the estimates for one client and 0.4 to 1.4 times for eight clients together, and up to
+1.9 and 2.7 times for VGG-11 with batches of 1 (``python -m speed.costs``). Only the ratios matter, so a machine that is
+slower as a whole decides the same.
 """
 
 from __future__ import annotations
