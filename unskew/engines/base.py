@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Protocol
 
 import torch
@@ -67,6 +67,11 @@ class EngineConfig:
     graphs: bool = True
     sums: bool = False
     secret: SecretKey | None = None
+
+    def without_callbacks(self) -> EngineConfig:
+        """Return it for another process or machine: what it would call there belongs to this one."""
+        initial = {f.name: f.default for f in fields(self) if callable(f.default) and f.default is not MISSING}
+        return replace(self, **initial)
 
     def run_of(self, client: int) -> int:
         """Return the index of the run of a client, if several are trained together."""

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +20,7 @@ from typing import Any
 from uuid import uuid4
 
 from unskew.data.federation import Federation
-from unskew.engines.base import EngineConfig, ignore_count
+from unskew.engines.base import EngineConfig
 from unskew.engines.client_inputs import update_from_dict, update_to_dict
 from unskew.engines.in_order import in_order
 from unskew.engines.mmap_pickle import dumps_mmap
@@ -107,17 +106,19 @@ class RayEngine:
             num_returns=2,
         )
         self.run = f"{os.getpid()}-{uuid4().hex}"
-        sent = replace(setup, federation=self._sent(), warn=warnings.warn, retried=ignore_count)
         try:
+            sent = replace(setup.without_callbacks(), federation=self._sent())
             self.everything = self._put((sent, clients_per_group))
+            self._check_versions()
         except EngineError:
+            self.ended.set()
             raise
         except Exception as error:
+            self.ended.set()
             raise EngineError(
                 f"This run cannot be sent to the cluster, because a part of it cannot be pickled: {error}. Use data and "
                 "rules without open files or locks, or another engine."
             ) from error
-        self._check_versions()
 
     def _sent(self) -> Federation:
         """Return the data for workers: the clients' data, or the location from which nodes open them."""
