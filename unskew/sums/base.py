@@ -1,0 +1,158 @@
+"""What a federated sum is: a request, the rows of a client, and the interface of a kind of sum.
+
+A kind turns all training rows of a client and the arguments of a request into tensors: counts (int64) and sums (float64).
+Their shapes depend on the arguments only, so a server can validate them, and masks can hide those of a single client.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError
+
+Sums = dict[str, Tensor]
+LARGEST = 1e40
+"""Largest magnitude of a sum over one client."""
+FREE = -1
+"""In a shape: any length."""
+
+
+@dataclass(frozen=True)
+class SumRequest:
+    """Request for sums of one kind.
+
+    Attributes:
+        kind: Name of the kind, in ``unskew.sums.registry.SUMS``.
+        args: Names and constants that every client knows, as JSON; never a selection of rows.
+        tensors: Public constants, such as means over all clients.
+    """
+
+    kind: str
+    args: Mapping[str, Any] = field(default_factory=dict)
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def digest(self) -> str:
+        """Digest of the request, the same at every client."""
+        text = hashlib.sha256(json.dumps([self.kind, self.args], sort_keys=True).encode())
+        for name, tensor in sorted(self.tensors.items()):
+            text.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
+            text.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return text.hexdigest()
+
+    def tensor(self, name: str, *shape: int) -> Tensor:
+        """Return a float64 constant of the request.
+
+        Args:
+            name: Name of the tensor.
+            *shape: Expected shape; ``FREE`` for any length.
+
+        Raises:
+            DataError: If it is missing, or has another dtype, another shape or values that are not finite.
+        """
+        found = self.tensors.get(name)
+        fits = found is not None and found.dtype == torch.float64 and has_shape(found, shape)
+        if not fits or found is None or not bool(found.isfinite().all()):
+            raise DataError(f"The request for {self.kind} has no finite {name} of shape {[*shape]}.")
+        return found
+
+
+def has_shape(tensor: Tensor, shape: Sequence[int]) -> bool:
+    """Return whether a tensor has a shape, in which ``FREE`` stands for any length."""
+    return len(shape) == tensor.dim() and all(n in (FREE, size) for n, size in zip(shape, tensor.shape, strict=True))
+
+
+@dataclass(frozen=True)
+class ClientRows:
+    """All training rows of a client, as kinds of sums use them. What a client does not have has no columns.
+
+    Attributes:
+        columns: Names of the numeric columns and dates of a table, as read.
+        numbers: Their values before standardization, float64 ``[n, f]``; NaN where a value is missing.
+        values: The distinct values of each categorical column, by its name.
+        missing: Missing values of each column of a table, by its name.
+        target_names: Names of the targets of regression.
+        targets: Their values before standardization, float64 ``[n, T]``.
+        class_counts: Counts the samples of each class or label, ``[C]``; None without them.
+        x: Inputs as a model gets them, before normalization, ``[n, ...]``; None before they are known.
+        y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
+        gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
+            single rows.
+    """
+
+    columns: tuple[str, ...] = ()
+    numbers: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    missing: Mapping[str, int] = field(default_factory=dict)
+    target_names: tuple[str, ...] = ()
+    targets: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    class_counts: Callable[[], Tensor] | None = None
+    x: Tensor | None = None
+    y: Tensor | None = None
+    gradient: Callable[[], tuple[Tensor, float]] | None = None
+
+
+class SumKind:
+    """Interface of a kind of sum."""
+
+    name: ClassVar[str]
+    permission: ClassVar[str] = ""
+    """Entry of ``statistics.allow`` in ``site.yaml`` that the kind needs; empty if the experiment itself needs it."""
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands: int64 for counts, float64 for sums.
+
+        Args:
+            rows: All training rows of the client.
+            request: Request of this kind.
+
+        Raises:
+            DataError: If the client's data do not have what is requested.
+        """
+        raise NotImplementedError
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor; ``FREE`` for any length."""
+        raise NotImplementedError
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows, so that small ones could reveal single rows."""
+        return ()
+
+    def describe(self, request: SumRequest) -> str:
+        """Describe, for the administrator of a site, what is sent."""
+        raise NotImplementedError
+
+    def add(self, total: Sums, own: Sums) -> Sums:
+        """Add the summands of one client to a total."""
+        return {name: total[name] + value for name, value in own.items()}
+
+    def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:
+        """Validate the summands of a client.
+
+        Args:
+            request: The request.
+            own: Tensors that the client sent.
+
+        Raises:
+            DataError: If one is missing, or has another dtype or shape or impossible values.
+        """
+        expected = self.shapes(request)
+        if {*own} != {*expected}:
+            raise DataError(f"the sums of {self.name} have other names than {', '.join(expected)}")
+        for name, (dtype, shape) in expected.items():
+            tensor = own[name]
+            if tensor.dtype != dtype or not has_shape(tensor, shape):
+                raise DataError(f"{name} of {self.name} has another dtype or shape than requested")
+            if not bool((tensor.abs() <= LARGEST).all()):
+                raise DataError(f"{name} of {self.name} is not finite, or larger than {LARGEST:g}")
+            if name in self.cells(request) and bool((tensor < 0).any()):
+                raise DataError(f"{name} of {self.name} has negative counts")

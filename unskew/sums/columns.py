@@ -1,0 +1,248 @@
+"""Sums over the columns of a table: moments, categories, missing values, and counts of classes and in cells."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from unskew.errors import DataError, abbreviate
+from unskew.sums.base import FREE, ClientRows, SumKind, SumRequest, Sums
+
+LONGEST = 1000
+"""Maximum number of characters of a category value."""
+CELLS = 64
+"""Number of cells of a histogram between the ends of its range."""
+
+
+def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute number and sum of the values in each column of a client's rows ``[n_k, f]``; NaN means missing."""
+    return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
+
+
+def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
+    """Compute the sum of squared distances from the global mean for each column, ``[f]``.
+
+    Args:
+        rows: Values of a client, ``[n, f]``.
+        mean: Mean over all clients, ``[f]``.
+    """
+    return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
+
+
+def named_columns(request: SumRequest, rows: ClientRows) -> None:
+    """Validate that a client has the requested columns and targets.
+
+    Raises:
+        DataError: If it has others.
+    """
+    own = [*rows.columns], [*rows.target_names]
+    if own != ([*request.args.get("columns", ())], [*request.args.get("targets", ())]):
+        names = [f"{abbreviate(some, 20) or 'none'}" for some in own]
+        raise DataError(f"The request for {request.kind} is for other columns than {names[0]} and targets {names[1]}.")
+
+
+def width(request: SumRequest) -> int:
+    """Return the number of columns and targets of a request."""
+    return len(request.args.get("columns", ())) + len(request.args.get("targets", ()))
+
+
+def listing(request: SumRequest) -> str:
+    """Return the names of the columns and targets of a request as text."""
+    return ", ".join((*request.args.get("columns", ()), *request.args.get("targets", ())))
+
+
+def as_tensor(*parts: np.ndarray) -> Tensor:
+    """Return arrays one after the other as one tensor; dtypes stay the same."""
+    return torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0]))
+
+
+class Moments(SumKind):
+    """Number and sum of the values of each column and target."""
+
+    name = "moments"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        named_columns(request, rows)
+        counts, sums = zip(counts_and_sums(rows.numbers), counts_and_sums(rows.targets), strict=True)
+        return {"counts": as_tensor(*counts), "sums": as_tensor(*sums)}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        size = (width(request),)
+        return {"counts": (torch.int64, size), "sums": (torch.float64, size)}
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        return ("counts",)
+
+    def describe(self, request: SumRequest) -> str:
+        return f"for each of {listing(request)}: number of values and their sum"
+
+
+class Squares(SumKind):
+    """Sum of squared deviations of each column and target from the mean over all clients."""
+
+    name = "squares"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        named_columns(request, rows)
+        mean = request.tensor("mean", width(request)).numpy()
+        first = len(rows.columns)
+        parts = sums_of_squares(rows.numbers, mean[:first]), sums_of_squares(rows.targets, mean[first:])
+        return {"squares": as_tensor(*parts)}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"squares": (torch.float64, (width(request),))}
+
+    def check(self, request: SumRequest, own: Any) -> None:
+        super().check(request, own)
+        if bool((own["squares"] < 0).any()):
+            raise DataError("a sum of squares is negative")
+
+    def describe(self, request: SumRequest) -> str:
+        return f"for each of {listing(request)}: sum of squared deviations from the mean of all sites"
+
+
+class ColumnMoments(Moments):
+    """``Moments``, for the statistics that a site allows."""
+
+    name = "column_moments"
+    permission = "moments"
+
+
+class ColumnSquares(Squares):
+    """``Squares``, for the statistics that a site allows."""
+
+    name = "column_squares"
+    permission = "moments"
+
+
+class Categories(SumKind):
+    """Values of categorical columns, as JSON; the total is their union, so masks cannot hide those of one client."""
+
+    name = "categories"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        if [*rows.values] != [*request.args["columns"]]:
+            raise DataError("The request for categories is for other columns.")
+        return {"values": encode_values([*map(list, rows.values.values())])}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"values": (torch.uint8, (FREE,))}
+
+    def check(self, request: SumRequest, own: Any) -> None:
+        super().check(request, own)
+        found, wanted = decode_values(own["values"]), len(request.args["columns"])
+        if len(found) != wanted or any(len({*some}) < len(some) for some in found):
+            raise DataError("its categories cannot be read")
+
+    def add(self, total: Sums, own: Sums) -> Sums:
+        both = zip(decode_values(total["values"]), decode_values(own["values"]), strict=True)
+        return {"values": encode_values([sorted({*mine, *theirs}) for mine, theirs in both])}
+
+    def describe(self, request: SumRequest) -> str:
+        return f"the values of each of {', '.join(request.args['columns'])}"
+
+
+def encode_values(values: Sequence[Sequence[str]]) -> Tensor:
+    """Encode the values of categorical columns as a tensor of bytes."""
+    text = json.dumps([[*some] for some in values], ensure_ascii=False, separators=(",", ":"))
+    return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
+
+
+def decode_values(tensor: Tensor) -> list[list[str]]:
+    """Decode the values of categorical columns.
+
+    Args:
+        tensor: Bytes, as ``encode_values`` returns them.
+
+    Raises:
+        DataError: If they are not valid.
+    """
+    try:
+        values = json.loads(tensor.numpy().tobytes())
+        if not isinstance(values, list) or not all(isinstance(some, list) for some in values):
+            raise ValueError
+        if not all(isinstance(v, str) and len(v) <= LONGEST for some in values for v in some):
+            raise ValueError
+    except (ValueError, RecursionError) as error:
+        raise DataError("its categories cannot be read") from error
+    return values
+
+
+class Classes(SumKind):
+    """Number of samples of each class or label."""
+
+    name = "classes"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        if rows.class_counts is None:
+            raise DataError("These data have no classes that can be counted.")
+        return {"counts": rows.class_counts().cpu().to(torch.int64)}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"counts": (torch.int64, (int(request.args["classes"]),))}
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        return ("counts",)
+
+    def describe(self, request: SumRequest) -> str:
+        return f"number of samples of each of {request.args['classes']} classes"
+
+
+class ClassCounts(Classes):
+    """``Classes``, for the statistics that a site allows."""
+
+    name = "class_counts"
+    permission = "counts"
+
+
+class Missing(SumKind):
+    """Number of rows, and of missing values of each column."""
+
+    name = "missing"
+    permission = "missing"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        if [*rows.missing] != [*request.args["columns"]]:
+            raise DataError("The request for missing values is for other columns.")
+        return {"counts": torch.tensor([*rows.missing.values()], dtype=torch.int64)}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"counts": (torch.int64, (len(request.args["columns"]),))}
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        return ("counts",)
+
+    def describe(self, request: SumRequest) -> str:
+        return f"number of missing values of each of {', '.join(request.args['columns'])}"
+
+
+class Histogram(SumKind):
+    """Number of values of one column in equal cells of a public range, below it and above it."""
+
+    name = "histogram"
+    permission = "histograms"
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        column = request.args["column"]
+        if column not in rows.columns:
+            raise DataError(f"These data have no numeric column {column!r}.")
+        values = rows.numbers[:, rows.columns.index(column)]
+        edges = np.linspace(*map(float, request.args["range"]), CELLS + 1)
+        cell = np.searchsorted(edges, values[~np.isnan(values)], side="right")
+        cell[values[~np.isnan(values)] == edges[-1]] = CELLS  # the last cell includes its upper end
+        return {"counts": torch.from_numpy(np.bincount(cell, minlength=CELLS + 2).astype(np.int64))}
+
+    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        return {"counts": (torch.int64, (CELLS + 2,))}
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        return ("counts",)
+
+    def describe(self, request: SumRequest) -> str:
+        low, high = request.args["range"]
+        return f"number of values of {request.args['column']} in {CELLS} equal cells from {low:g} to {high:g}, below and above"

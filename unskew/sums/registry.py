@@ -1,0 +1,21 @@
+"""Registry of the kinds of federated sums."""
+
+from __future__ import annotations
+
+from unskew.sums import columns
+from unskew.sums.base import SumKind
+
+SUMS: dict[str, SumKind] = {
+    kind.name: kind
+    for kind in (
+        columns.Moments(),
+        columns.Squares(),
+        columns.Categories(),
+        columns.Classes(),
+        columns.ClassCounts(),
+        columns.ColumnMoments(),
+        columns.ColumnSquares(),
+        columns.Missing(),
+        columns.Histogram(),
+    )
+}
