@@ -112,10 +112,11 @@ class PartitionedSource:
             return GlobalStats()
         exchange = exchange or SimulatedExchange(self.client_rows)
         rows = int((self.splits - self.parts.offsets[:-1]).sum()) if rows is None else rows
-        coded = [encoder.name for encoder in known if encoder.kind == "category"]
+        agreed = self.spec.category_values
+        coded = [encoder.name for encoder in known if encoder.kind == "category" and encoder.name not in agreed]
         found = column_totals(exchange, [known[j].name for j in numeric_columns(known)], targets, coded)
         return GlobalStats(
-            fit_encoders(known, source.indicate, found, rows) if known else None,
+            fit_encoders(known, source.indicate, found, rows, agreed) if known else None,
             task_with_moments(found.targets) if targets else None,
             exchange.traffic + [0, found.result_bytes],
         )

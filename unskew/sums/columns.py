@@ -134,9 +134,10 @@ class Categories(SumKind):
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's values."""
-        if [*rows.values] != [*request.args["columns"]]:
-            raise DataError("The request for categories is for other columns.")
-        return {f"values.{j}": encode_values(some) for j, some in enumerate(rows.values.values())}
+        unknown = [name for name in request.args["columns"] if name not in rows.values]
+        if unknown:
+            raise DataError(f"These data have no categorical column {unknown[0]!r}.")
+        return {f"values.{j}": encode_values(rows.values[name]) for j, name in enumerate(request.args["columns"])}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor."""
