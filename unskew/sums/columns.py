@@ -114,14 +114,14 @@ class Squares(SumKind):
 
 
 class ColumnMoments(Moments):
-    """``Moments``, for the statistics that a site allows."""
+    """Number and sum of the values of each column, for mean and standard deviation."""
 
     name = "column_moments"
     permission = "moments"
 
 
 class ColumnSquares(Squares):
-    """``Squares``, for the statistics that a site allows."""
+    """Sum of squared deviations of each column from the mean over all clients."""
 
     name = "column_squares"
     permission = "moments"
@@ -209,14 +209,14 @@ class Classes(SumKind):
 
 
 class ClassCounts(Classes):
-    """``Classes``, for the statistics that a site allows."""
+    """Number of samples of each class or label."""
 
     name = "class_counts"
     permission = "counts"
 
 
 class Missing(SumKind):
-    """Number of rows, and of missing values of each column."""
+    """Number of missing values of each column."""
 
     name = "missing"
     permission = "missing"
