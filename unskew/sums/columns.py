@@ -36,6 +36,10 @@ def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
 def named_columns(request: SumRequest, rows: ClientRows) -> None:
     """Validate that a client has the requested columns and targets.
 
+    Args:
+        request: Request of columns and targets.
+        rows: Rows of the client.
+
     Raises:
         DataError: If it has others.
     """

@@ -269,18 +269,14 @@ def numeric_columns(known: Sequence[Encoder]) -> list[int]:
     return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 
-def client_values(x: np.ndarray, known: Sequence[Encoder]) -> dict[str, tuple[str, ...]]:
-    """Return the values that occur in each categorical column of a client, by the column's name.
+def values_of(codes: np.ndarray, encoder: Encoder) -> tuple[str, ...]:
+    """Return the values that occur in a categorical column.
 
     Args:
-        x: Columns of the client, ``[n_k, f]``, read with the encoders ``known``.
-        known: Initial encoder of each column.
+        codes: Column, ``[n]``, read with ``encoder``.
+        encoder: Its initial encoder.
     """
-    coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
-    return {
-        encoder.name: tuple(encoder.values[int(code) - 1] for code in np.unique(codes) if code)
-        for codes, encoder in coded
-    }
+    return tuple(encoder.values[int(code) - 1] for code in np.unique(codes) if code)
 
 
 def fit_encoders(
