@@ -14,7 +14,7 @@ from unskew.deployment.secagg.crypto import decode_point
 from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.secagg.protocol import LEAST, min_sites, ready_message
 from unskew.deployment.secagg.roster import is_signed
-from unskew.deployment.server.audit_log import arrays_digest
+from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_sum import (
     MaskedSum,

@@ -17,7 +17,7 @@ from unskew.config.trust import TRUST
 from unskew.data.load import load_partitioned
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
-from unskew.deployment.server.audit_log import AuditLog
+from unskew.deployment.common.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
