@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from unskew.errors import DataError, abbreviate
-from unskew.sums.base import FREE, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import FREE, Arguments, ClientRows, SumKind, SumRequest, Sums
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
@@ -59,6 +60,33 @@ def listing(request: SumRequest) -> str:
 def as_tensor(*parts: np.ndarray) -> Tensor:
     """Return arrays one after the other as one tensor; dtypes stay the same."""
     return torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0]))
+
+
+def increasing_range(ends: tuple[float, float]) -> tuple[float, float]:
+    """Validate that a range is not empty, and return its ends with 0.0 for -0.0 (raises ``ValueError`` otherwise)."""
+    if ends[0] >= ends[1]:
+        raise ValueError("the end of a range must be greater than its start")
+    return ends[0] + 0.0, ends[1] + 0.0
+
+
+class ColumnArguments(Arguments):
+    """Names of columns and targets."""
+
+    columns: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+
+class ClassArguments(Arguments):
+    """Number of classes."""
+
+    classes: Annotated[int, Field(ge=1)]
+
+
+class RangeArguments(Arguments):
+    """Column and ends of a range."""
+
+    column: str
+    range: Annotated[tuple[float, float], AfterValidator(increasing_range)]
 
 
 class Moments(SumKind):
@@ -111,6 +139,10 @@ class ColumnMoments(Moments):
 
     name = "column_moments"
     permission = "moments"
+    arguments = ColumnArguments
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        return {"sums": self.compute(rows, request)["counts"]}
 
 
 class ColumnSquares(Squares):
@@ -118,6 +150,11 @@ class ColumnSquares(Squares):
 
     name = "column_squares"
     permission = "moments"
+    arguments = ColumnArguments
+    constants = ("mean",)
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        return {"squares": Moments().compute(rows, request)["counts"]}
 
 
 class Categories(SumKind):
@@ -198,6 +235,10 @@ class ClassCounts(Classes):
 
     name = "class_counts"
     permission = "counts"
+    arguments = ClassArguments
+
+    def disjoint(self, rows: ClientRows) -> bool:
+        return rows.y is None or rows.y.dim() == 1
 
 
 class Missing(SumKind):
@@ -205,6 +246,7 @@ class Missing(SumKind):
 
     name = "missing"
     permission = "missing"
+    arguments = ColumnArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         if [*rows.missing] != [*request.args["columns"]]:
@@ -226,6 +268,14 @@ class Histogram(SumKind):
 
     name = "histogram"
     permission = "histograms"
+    arguments = RangeArguments
+
+    def disjoint(self, rows: ClientRows) -> bool:
+        return True
+
+    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+        low, high = request.args["range"]
+        return {request.args["column"]: (low, high, CELLS)}
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         column = request.args["column"]
@@ -245,4 +295,5 @@ class Histogram(SumKind):
 
     def describe(self, request: SumRequest) -> str:
         low, high = request.args["range"]
-        return f"number of values of {request.args['column']} in {CELLS} equal cells from {low:g} to {high:g}, below and above"
+        where = f"in {CELLS} equal cells from {low:g} to {high:g}, below and above"
+        return f"number of values of {request.args['column']} {where}"

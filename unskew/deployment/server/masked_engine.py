@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.secagg.crypto import decode_point
 from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.secagg.protocol import LEAST, min_sites, ready_message
 from unskew.deployment.secagg.roster import is_signed
-from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_sum import (
     MaskedSum,
