@@ -85,7 +85,7 @@ class StatisticsLedger:
             yield
 
     def read(self) -> StatisticsRecords:
-        """Return the record.
+        """Return the record; at the first use, create it.
 
         Raises:
             CheckpointError: If it is corrupted, or was removed.
@@ -98,7 +98,9 @@ class StatisticsLedger:
             return read_model(self.path, StatisticsRecords, remedy)
         if (self.state / LOG).exists():
             raise CheckpointError(f"{self.path} is missing, but {LOG} shows that statistics were sent. {remedy}")
-        return StatisticsRecords()
+        records = StatisticsRecords()
+        self.write(records)
+        return records
 
     def write(self, records: StatisticsRecords) -> None:
         """Replace the record."""
