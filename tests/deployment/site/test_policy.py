@@ -523,7 +523,7 @@ def test_each_label_of_a_row_costs_epsilon(tmp_path):
 
 
 def test_exact_sums_are_not_sent_next_to_noise(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match="remove moments from statistics.allow, or epsilon"):
+    with pytest.raises(ValueError, match=r"remove moments from statistics\.allow, or epsilon"):
         site(tmp_path, ["moments"], epsilon=1)
     monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans())
     monkeypatch.setattr(ClassMeans, "permission", "counts")

@@ -38,7 +38,7 @@ def ledger(path):
 
 def test_forget_lets_the_site_reply_again_and_says_what_that_risks(path, capsys):
     ask(path)
-    with pytest.raises(ConfigError, match="unskew deploy forget site.yaml"):
+    with pytest.raises(ConfigError, match=r"unskew deploy forget site\.yaml"):
         ask(path, extra=1)
     found = call(capsys, "deploy", "forget", path)
     assert found.code == 0
@@ -47,7 +47,7 @@ def test_forget_lets_the_site_reply_again_and_says_what_that_risks(path, capsys)
     assert "difference shows the rows that have changed since" in found.out
     assert ask(path, extra=1).epsilon == 0.5
     assert ledger(path).read().spent == 1  # privacy losses of before count
-    with pytest.raises(ConfigError, match="would be 1.5, more than total_epsilon=1"):
+    with pytest.raises(ConfigError, match=r"would be 1\.5, more than total_epsilon=1"):
         ask(path, extra=30)
     events, _ = read_events(path.parent / "state" / "statistics.jsonl", verify=True)
     assert [event["event"] for event in events] == ["sent", "forgotten", "sent"]
@@ -75,7 +75,7 @@ def test_a_damaged_record_is_an_error_and_never_starts_afresh(how, path, capsys)
     ask(path)
     damaged(path, how)
     for _ in range(2):
-        with pytest.raises(CheckpointError, match="unskew deploy forget with the site.yaml"):
+        with pytest.raises(CheckpointError, match=r"unskew deploy forget with the site\.yaml"):
             ask(path)
     assert "0.5 in total" in call(capsys, "deploy", "forget", path).out  # from the log, if the record cannot be read
     assert ask(path).epsilon == 0.5

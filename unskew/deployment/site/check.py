@@ -177,7 +177,7 @@ def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData)
             yield Finding("statistics", None, f"{kind.permission}: none, because the experiment has no ranges")
     noise = "exact"
     if rules.epsilon is not None:
-        noise = f"with discrete Laplace noise of epsilon={rules.epsilon:g}"
+        noise = f"sent with discrete Laplace noise of epsilon={rules.epsilon:g}"
         noise += "" if rules.total_epsilon is None else f", until their sum reaches {rules.total_epsilon:g}"
     small = f"below {rules.min_count} are not sent" + ("" if rules.mask_small else ", unless they are masked")
     yield Finding("statistics", None, f"counts are {noise}; those {small}")

@@ -194,25 +194,23 @@ class StatisticsPolicy:
                 )
             records = records.model_copy(update={"grids": {**records.grids, column: grid}})
         for reply in records.replies:
-            if reply.request == request.digest and reply.epsilon == rules.epsilon and reply.data in message.same:
+            if (reply.request, reply.epsilon) == (request.digest, rules.epsilon) and reply.data in message.same:
                 message.records = records
                 return self.ledger.tensors(reply.sums), 0.0
         own, loss = kind.compute(rows, request), 0.0
         kind.check(request, own)
         if rules.epsilon is not None:
-            for name in kind.cells(request):
+            for name, counts in own.items():
+                noise = torch.tensor(discrete_laplace(rules.epsilon, counts.numel()), dtype=torch.int64)
+                own = {**own, name: counts + noise.reshape(counts.shape)}
                 # A row changes one disjoint count, and possibly each of the others.
-                loss += rules.epsilon * (1 if kind.disjoint(rows) else own[name].numel())
+                loss += rules.epsilon * (1 if kind.disjoint(rows) else counts.numel())
         spent = records.spent + loss
         if rules.total_epsilon is not None and spent > rules.total_epsilon + TOLERANCE:
             raise ConfigError(
                 f"The site {self.site} sends no more new statistics: with {kind.name}, the sum of privacy losses would be "
                 f"{spent:g}, more than total_epsilon={rules.total_epsilon:g} in its site.yaml."
             )
-        if rules.epsilon is not None:
-            for name in kind.cells(request):
-                noise = torch.tensor(discrete_laplace(rules.epsilon, own[name].numel()), dtype=torch.int64)
-                own = {**own, name: own[name] + noise.reshape(own[name].shape)}
         # Experiments may divide the same data into other training rows, so what decides about small groups is stored, too.
         tensors = {"rows": torch.tensor(rows.num_rows)} | {f"sums/{name}": tensor for name, tensor in own.items()}
         tensors |= {f"groups/{name}": sizes for name, sizes in kind.group_sizes(rows, request).items()}
@@ -236,18 +234,13 @@ class StatisticsPolicy:
         if masked and not self.rules.mask_small:
             return own, {}
         least, noisy, positions = self.rules.min_count, self.rules.epsilon is not None, {}
-        for name in own:
-            if name in kind.cells(request):
-                sizes = own[name]
-            elif f"groups/{name}" in stored:
-                sizes = stored[f"groups/{name}"]
-            else:
+        total = int(stored["rows"]) if kind.disjoint(rows) else None
+        for name, tensor in own.items():
+            sizes = tensor if name in kind.cells(request) else stored.get(f"groups/{name}")
+            if sizes is None:
                 continue
-            if noisy:
-                small = sizes < least
-            else:
-                small = small_cells(sizes, least, int(stored["rows"]) if kind.disjoint(rows) else None)
-            own[name] = own[name].masked_fill(small.reshape(*small.shape, *[1] * (own[name].dim() - small.dim())), 0)
+            small = sizes < least if noisy else small_cells(sizes, least, total)
+            own[name] = tensor.masked_fill(small.reshape(*small.shape, *[1] * (tensor.dim() - small.dim())), 0)
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
         return own, positions
@@ -265,18 +258,17 @@ def small_cells(counts: Tensor, least: int, total: int | None) -> Tensor:
     >>> small_cells(torch.tensor([3, 0, 40, 20]), 10, 63).tolist()
     [True, False, False, True]
     """
-    small = (counts > 0) & (counts < least)
-    if total is None:
-        return small
-    hidden = counts[small].tolist()
-    outside = total - int(counts.sum())
-    if 0 < outside < least:  # rows without a value are a cell as well
-        hidden.append(outside)
-    while hidden and (len(hidden) < 2 or sum(hidden) < least):
-        shown = torch.where((counts > 0) & ~small, counts, torch.iinfo(counts.dtype).max)
-        smallest = int(shown.argmin())
-        if not counts.flatten()[smallest] or small.flatten()[smallest]:
-            return torch.ones_like(small)  # all rows are in small cells
-        small = small.flatten().index_fill(0, torch.tensor(smallest), True).reshape(small.shape)
-        hidden.append(int(counts.flatten()[smallest]))
-    return small
+    flat = counts.flatten()
+    small = (flat > 0) & (flat < least)
+    hidden = flat[small].tolist()
+    if total is not None and 0 < total - int(flat.sum()) < least:
+        hidden.append(total - int(flat.sum()))  # rows without a value are a cell as well
+    while total is not None and hidden and (len(hidden) < 2 or sum(hidden) < least):
+        shown = torch.nonzero((flat > 0) & ~small)[:, 0]
+        if not len(shown):
+            small[:] = True  # all rows are in small cells
+            break
+        smallest = shown[flat[shown].argmin()]
+        small[smallest] = True
+        hidden.append(int(flat[smallest]))
+    return small.reshape(counts.shape)
