@@ -154,7 +154,13 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
 
 
 def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData) -> Iterator[Finding]:
-    """Yield what each statistic that a site allows would send, and how it is protected."""
+    """Yield what each statistic that a site allows would send, and how it is protected.
+
+    Args:
+        site: Configuration of the site.
+        config: An experiment that it has agreed to.
+        samples: The site's samples for this experiment.
+    """
     rules, source = site.statistics, samples.source
     if not rules.allow:
         yield Finding("statistics", None, "none is allowed (statistics.allow in site.yaml)")
