@@ -10,12 +10,12 @@ import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.deployment.server.async_engine import AsyncFlowerEngine
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine

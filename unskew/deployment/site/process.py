@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,19 +19,19 @@ from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.site.policy import StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import masked_reply, plain_reply
+from unskew.deployment.site.sums import masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import decode_requests
+from unskew.deployment.wire.sums import decode_requests, encode_sums
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 from unskew.sums.base import ClientRows
-from unskew.sums.exchange import own_sums
 from unskew.sums.registry import SUMS
 
 
@@ -59,6 +60,7 @@ class SiteProcess:
         self.experiments = SiteExperiments(self.config, self.folder, log)
         self.identity = load_identity(self.config, self.folder, self.experiments.configs.values())
         self.masks = SecAggClient(self.identity)
+        self.policy = StatisticsPolicy(self.config, self.folder, log)
 
     def answer(self, request: Frame) -> Frame:
         """Reply to a message; if this is not possible, reply with the reason."""
@@ -199,13 +201,13 @@ class SiteProcess:
             before = self.masks.again(run, read_text(request.config, "session"))
             if before is not None:
                 return before
-        refused = next((kind for kind in (SUMS[one.kind] for one in requests) if kind.permission), None)
-        if refused is not None:
-            raise ConfigError(f"The site {self.config.name} does not allow the statistic {refused.permission}.")
-        own = own_sums(rows, requests)
+        values = self.experiments.row_values(digest) if any(SUMS[one.kind].permission for one in requests) else {}
+        reply = self.policy.reply(digest, run, requests, rows, values, masked)
         if masked:
-            return masked_reply(request, requests, own, reference, self.masks, ledger, clients)
-        return plain_reply(own, self.config.client)
+            return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
+        return encode_sums(
+            reply.sums, client=self.config.client, hidden=json.dumps(reply.hidden), epsilon=reply.epsilon
+        )
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""

@@ -15,21 +15,11 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.fields import read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import encode_sums
+from unskew.deployment.wire.sums import requests_key
 from unskew.errors import ConfigError, abbreviate
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
 from unskew.sums.registry import SUMS
-
-
-def requests_key(experiment: str, requests: Sequence[SumRequest]) -> str:
-    """Return the digest of an experiment and of requests for sums.
-
-    Args:
-        experiment: Digest of the experiment.
-        requests: Requests of one message.
-    """
-    return hashlib.sha256(json.dumps([experiment, [request.digest for request in requests]]).encode()).hexdigest()
 
 
 def masked_reply(
@@ -68,16 +58,6 @@ def masked_reply(
     return masks.start(
         session, -1, summands, BroadcastDigest(signed, key, {}), opened, min_sites=min_sites(clients, None)
     )
-
-
-def plain_reply(own: Sequence[Sums], client: int) -> Frame:
-    """Return the summands of this site.
-
-    Args:
-        own: Summands for each request.
-        client: Client number of the site.
-    """
-    return encode_sums(own, client=client)
 
 
 def describe_sums(rows: ClientRows, agreed: Collection[str]) -> list[str]:
