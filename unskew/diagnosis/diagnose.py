@@ -159,7 +159,7 @@ def diagnose(
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
     labels = label_skew_metrics(fed, ids)
-    labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
+    labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids, fed.classes)
     sites = site_differences(fed, ids, config.features)
     labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)

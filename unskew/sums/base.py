@@ -86,6 +86,7 @@ class ClientRows:
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
         gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
             single rows.
+        num_samples: Number of rows.
     """
 
     columns: tuple[str, ...] = ()
@@ -98,6 +99,7 @@ class ClientRows:
     x: Tensor | None = None
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
+    num_samples: int = 0
 
 
 class SumKind:
