@@ -82,17 +82,8 @@ def site_differences(
         gram = gram if wide else gram + values.T @ values
     mean, total = np.stack(sums) / n[:, None].clip(1), np.stack(squares)
     absent = np.zeros((len(ids), len(names))) if federation.missing is None else federation.missing[ids]
-    outcomes, moved = _outcomes(federation, n, mean[:, inputs:], total[:, inputs:])
-    shifts = moved | _input_shifts(names, counts, n, absent, mean[:, 1:inputs], total[:, 1:inputs].sum(0))
-    rows = []
-    for i, k in enumerate(ids):
-        own = [(name, float(of[i])) for name, of in shifts.items() if np.isfinite(of[i])]
-        missing = {name: float(count / n[i]) for name, count in zip(names, absent[i], strict=True) if count}
-        row = {"client": federation.client_label(k), "rows": int(n[i]), **outcomes[i]}
-        row |= {"missing": sum(missing.values()) / max(1, len(names)), "missing_columns": missing}
-        rows.append({**row, "shifts": sorted(own, key=lambda shift: -abs(shift[1]))[:LISTED]})
-    everyone = {"rows": int(n.sum()), **outcomes[-1], "missing": float(absent.sum() / max(1.0, n.sum() * len(names)))}
-    if not moved:
+    rows, everyone = site_rows(federation, ids, names, counts, n, absent, mean, total, inputs)
+    if inputs == mean.shape[1]:
         return SiteDifferences(rows, everyone, {}, None, None)
     pooled = n @ mean / n.sum()
     scatter = total.sum(0)[inputs:] - n.sum() * pooled[inputs:] ** 2
@@ -107,6 +98,45 @@ def site_differences(
     left = np.trace(gram[inputs:, inputs:]) - (beta * gram[:inputs, inputs:]).sum()
     unexplained = share_between(n @ np.square(residual).sum(1), left, scatter.sum(), n.sum(), len(n), inputs)
     return SiteDifferences(rows, everyone, shares, label, unexplained)
+
+
+def site_rows(
+    federation: Federation,
+    ids: Sequence[int],
+    names: Sequence[str],
+    codes: Sequence[int],
+    n: np.ndarray,
+    absent: np.ndarray | None,
+    mean: np.ndarray,
+    squares: np.ndarray,
+    inputs: int,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows of ``SiteDifferences`` and the row of all clients together.
+
+    Args:
+        federation: Data of all clients; only their number, names and kind are used.
+        ids: Clients of the rows.
+        names: Names of the input columns; empty if they have none.
+        codes: Number of codes of each column, 0 for a number; empty if their sums are not known.
+        n: Samples of each client, ``[K]``.
+        absent: Missing values in each named column, ``[K, f]``; None if they are not known.
+        mean: Mean of 1, the inputs and the targets of each client, ``[K, 1 + F + T]``; no targets if they are not known.
+        squares: Sums of their squares, ``[K, 1 + F + T]``.
+        inputs: ``1 + F``.
+    """
+    outcomes, moved = _outcomes(federation, n, mean[:, inputs:], squares[:, inputs:])
+    there = np.zeros((len(ids), len(names))) if absent is None else absent
+    shifts = moved | _input_shifts(names, codes, n, there, mean[:, 1:inputs], squares[:, 1:inputs].sum(0))
+    rows = []
+    for i, k in enumerate(ids):
+        own = [(name, float(of[i])) for name, of in shifts.items() if np.isfinite(of[i])]
+        missing = {name: float(count / n[i]) for name, count in zip(names, there[i], strict=True) if count}
+        row = {"client": federation.client_label(k), "rows": int(n[i]), **outcomes[i]}
+        share = None if absent is None else sum(missing.values()) / max(1, len(names))
+        row |= {"missing": share, "missing_columns": missing}
+        rows.append({**row, "shifts": sorted(own, key=lambda shift: -abs(shift[1]))[:LISTED]})
+    total = None if absent is None else float(there.sum() / max(1.0, n.sum() * len(names)))
+    return rows, {"rows": int(n.sum()), **outcomes[-1], "missing": total}
 
 
 def linear_model(products: np.ndarray) -> np.ndarray:
@@ -222,7 +252,7 @@ def _outcomes(
     task, names = federation.objective, federation.names
     pooled = n @ mean / n.sum()
     title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
-    if federation.task == "language":
+    if federation.task == "language" or not mean.shape[1]:
         return [{} for _ in range(len(n) + 1)], {}
     if isinstance(task, Regression):
         means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])

@@ -45,6 +45,7 @@ class SiteScalars(SumKind):
     permission = "counts"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         classes = int(request.args["classes"])
         shares = request.tensor("shares", classes).numpy()
         values = dict.fromkeys(SCALARS, 0.0)
@@ -62,9 +63,11 @@ class SiteScalars(SumKind):
         return {"scalars": torch.tensor([*values.values()], dtype=torch.float64)}
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         return {"scalars": (torch.float64, (len(SCALARS),))}
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return "number of rows and its square, and distances of the class frequencies from those of all sites"
 
 
@@ -99,6 +102,7 @@ class ClassMeans(SumKind):
     permission = "features"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         sums = {name: torch.zeros(shape, dtype=dtype) for name, (dtype, shape) in self.shapes(request).items()}
         for c, inputs in class_rows(rows, request):
             mean = inputs.mean(0)
@@ -108,6 +112,7 @@ class ClassMeans(SumKind):
         return sums
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         classes = int(request.args["classes"])
         per_class = {"counts": (torch.int64, (classes,)), "clients": (torch.int64, (classes,))}
         return {
@@ -117,9 +122,11 @@ class ClassMeans(SumKind):
         }
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
         return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"for each of {request.args['classes']} classes: mean of each of {request.args['inputs']} inputs, and scatter"
 
 
@@ -130,6 +137,7 @@ class ClassScatter(SumKind):
     permission = "features"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         classes = int(request.args["classes"])
         means = request.tensor("means", classes, int(request.args["inputs"]))
         scatter = torch.zeros(classes, dtype=torch.float64)
@@ -138,9 +146,11 @@ class ClassScatter(SumKind):
         return {"scatter": scatter}
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         return {"scatter": (torch.float64, (int(request.args["classes"]),))}
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"for each of {request.args['classes']} classes: squared distance of the mean inputs from those of all sites"
 
 
@@ -151,6 +161,7 @@ class Gradient(SumKind):
     permission = "gradients"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         if rows.gradient is None:
             raise DataError("The initial model is not known, so no gradient can be computed.")
         gradient, variance = rows.gradient()
@@ -160,9 +171,11 @@ class Gradient(SumKind):
         return {"gradient": g, "norms": torch.tensor([1.0, float(g @ g), variance], dtype=torch.float64)}
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         return {"gradient": (torch.float64, (int(request.args["parameters"]),)), "norms": (torch.float64, (3,))}
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"mean gradient of {request.args['parameters']} parameters at the initial model, its norm, and its noise"
 
 
@@ -189,7 +202,7 @@ def linear_rows(rows: ClientRows, request: SumRequest) -> np.ndarray:
         DataError: If inputs or targets are not those of the request.
     """
     x, y, codes, width = rows.x, rows.y, [*map(int, request.args["codes"])], int(request.args["targets"])
-    if x is None or y is None or (codes and x[:1].numel() != len(codes)):
+    if x is None or y is None or (codes and x[:1].numel() < len(codes)):
         raise DataError(f"The request for {request.kind} is for other inputs than these data have.")
     center = request.tensor("center", len(codes)).numpy()
     targets = F.one_hot(y.long(), width).double() if y.dim() == 1 and not y.dtype.is_floating_point else y.double()
@@ -210,6 +223,7 @@ class LabelProducts(SumKind):
     permission = "features"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         values, width = linear_rows(rows, request), 1 + num_inputs(request)
         squares = np.square(values[:, width:]).sum(0)
         return {
@@ -219,6 +233,7 @@ class LabelProducts(SumKind):
         }
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         width, targets = 1 + num_inputs(request), int(request.args["targets"])
         return {
             "clients": (torch.int64, (1,)),
@@ -227,6 +242,7 @@ class LabelProducts(SumKind):
         }
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"products of {num_inputs(request)} inputs with each other and with {request.args['targets']} targets"
 
 
@@ -240,6 +256,7 @@ class LabelScatter(SumKind):
     permission = "features"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         values, width = linear_rows(rows, request), 1 + num_inputs(request)
         targets = int(request.args["targets"])
         mean = values.sum(0) / max(1, len(values))
@@ -249,7 +266,9 @@ class LabelScatter(SumKind):
         return {"scatter": torch.tensor(both, dtype=torch.float64) * len(values)}
 
     def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
         return {"scatter": (torch.float64, (2,))}
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return "squared distance of the mean targets from those of all sites, and from a linear model of the inputs"
