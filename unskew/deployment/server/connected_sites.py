@@ -30,6 +30,8 @@ from unskew.deployment.server.handshake import (
 from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.site_clients import check_deployable
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.server.sum_exchange import SiteExchange
+from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError, EngineError
 from unskew.methods.registry import method as method_of
 from unskew.runs.build_model import match_model_input_range
@@ -64,12 +66,20 @@ class ConnectedSites:
         registry: Admits sites.
         roster: Public signing keys of the clients.
         run: Configuration and method, with the federation and the model that the sites have agreed on.
+        frames: First report of each client.
     """
 
     sites: SiteManager
     registry: SiteRegistry
     roster: Mapping[int, Any]
     run: ResolvedRun
+    frames: Mapping[int, Frame]
+
+    def exchange(self) -> SiteExchange:
+        """Return an exchange of sums over the sites that take part."""
+        masked = self.run.config.secure_aggregation == "required"
+        there = {k: frame for k, frame in self.frames.items() if k not in self.sites.excluded}
+        return SiteExchange(self.sites, there, masked, self.roster)
 
 
 @contextmanager
@@ -168,7 +178,7 @@ def connected_sites(
         federation, spec = agree_on_data_and_model(
             config, deployment, method, plan.drawn, reference, spec, frames, sites
         )
-        yield ConnectedSites(sites, registry, roster, replace(plan.run, federation=federation, spec=spec))
+        yield ConnectedSites(sites, registry, roster, replace(plan.run, federation=federation, spec=spec), frames)
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error
