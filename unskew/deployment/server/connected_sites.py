@@ -176,7 +176,7 @@ def connected_sites(
         )
         frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
         federation, spec = agree_on_data_and_model(
-            config, deployment, method, plan.drawn, reference, spec, frames, sites
+            config, deployment, method, plan.drawn, reference, spec, frames, sites, roster
         )
         yield ConnectedSites(sites, registry, roster, replace(plan.run, federation=federation, spec=spec), frames)
     except EngineError as error:
