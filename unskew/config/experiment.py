@@ -122,7 +122,7 @@ class Experiment(DataSpec):
     """``required``: the server sees only the weighted sum of a round's updates; methods that need more are rejected."""
     diagnose: tuple[str, ...] = ()
     """Diagnostics that are measured in evaluated rounds, in addition to the method's metrics."""
-    ranges: dict[str, tuple[Finite, Finite]] = {}
+    ranges: Mapping[str, tuple[Finite, Finite]] = {}
     """Ends of the histograms of ``unskew deploy diagnose``, by column: ``{age: [0, 120]}``."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""

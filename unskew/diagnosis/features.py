@@ -13,9 +13,10 @@ from torch import nn
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError, DataError, short_repr
-from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
+from unskew.measurements.heterogeneity import HeterogeneityMeasurement
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike
+from unskew.sums.statistics import Metrics
 
 DIFFERENT = 0.05
 """Share of the label's variance between clients, if possible after a linear model of the inputs, from which personal models

@@ -78,11 +78,10 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
     """
     task, sizes = federation.objective, federation.sizes
     classes = federation.classes if task.labeled else 0
-    counts = [task.counts(federation.clients[k].y, classes) for k in ids] if classes else []
-    rows = [
-        ClientRows(class_counts=partial(counts.__getitem__, i), num_samples=int(sizes[k])) for i, k in enumerate(ids)
-    ]
-    metrics = skew_metrics(SimulatedExchange(lambda: rows), [LabelSkew(classes, one_class=False)])
+    targets = [federation.clients[k].y for k in ids] if classes else []
+    counts = [task.counts(y, classes) for y in targets]
+    rows = [ClientRows(y=y, class_counts=partial(counts.__getitem__, i)) for i, y in enumerate(targets)]
+    metrics = skew_metrics(SimulatedExchange(lambda: rows or [ClientRows()]), [LabelSkew(classes, one_class=False)])
     metrics["effective_clients"] = effective_clients(float(sizes.sum()), float(np.square(sizes.astype(float)).sum()))
     if classes:
         each = torch.stack(counts).double().numpy()

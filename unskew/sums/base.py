@@ -86,7 +86,6 @@ class ClientRows:
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
         gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
             single rows.
-        num_samples: Number of rows.
     """
 
     columns: tuple[str, ...] = ()
@@ -99,7 +98,11 @@ class ClientRows:
     x: Tensor | None = None
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
-    num_samples: int = 0
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; 0 if none of the arrays with one entry per row is known."""
+        return max(len(self.numbers), len(self.targets), 0 if self.y is None else len(self.y))
 
 
 class SumKind:

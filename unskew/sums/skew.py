@@ -49,7 +49,7 @@ class SiteScalars(SumKind):
         classes = int(request.args["classes"])
         shares = request.tensor("shares", classes).numpy()
         values = dict.fromkeys(SCALARS, 0.0)
-        values |= {"clients": 1.0, "rows": float(rows.num_samples), "rows2": float(rows.num_samples) ** 2}
+        values |= {"clients": 1.0, "rows": float(rows.num_rows), "rows2": float(rows.num_rows) ** 2}
         if classes:
             if rows.class_counts is None:
                 raise DataError("These data have no classes that can be counted.")
@@ -82,8 +82,8 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
         raise DataError(f"The request for {request.kind} needs inputs that are numbers, and one class per sample.")
     flat = x.reshape(len(x), -1)
     classes, inputs = int(request.args["classes"]), int(request.args["inputs"])
-    found, counts = y.cpu().unique(return_counts=True)
-    if flat.shape[1] != inputs or (len(found) and int(found[-1]) >= classes):
+    found, counts = np.unique(y.cpu().numpy(), return_counts=True)
+    if flat.shape[1] != inputs or (len(found) and found[-1] >= classes):
         raise DataError(
             f"The request for {request.kind} is for {inputs} inputs and {classes} classes; these data differ."
         )

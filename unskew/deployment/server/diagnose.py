@@ -18,7 +18,7 @@ from unskew.data.federation import Federation
 from unskew.data.readers.encoders import numeric_columns
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.server.connected_sites import ConnectedSites, connected_sites, owner_only_files, plan_over_sites
+from unskew.deployment.server.connected_sites import connected_sites, owner_only_files, plan_over_sites
 from unskew.deployment.server.sum_exchange import SiteExchange, with_remaining_sites
 from unskew.diagnosis.diagnose import mean_local_steps
 from unskew.diagnosis.features import AdviceContext
@@ -33,7 +33,6 @@ from unskew.measurements.label_skew import LabelSkew
 from unskew.measurements.site_differences import WIDEST, LabelVariance, SiteDifferences, input_columns, site_rows
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.sums.base import SumRequest, Sums
-from unskew.sums.exchange import Exchange
 from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
 from unskew.tasks.regression import Regression
@@ -85,16 +84,15 @@ class RecordedExchange:
     exchange: SiteExchange
     record: list[tuple[Sequence[SumRequest], list[Sums], Mapping[int, list[Sums]]]] = field(default_factory=list)
 
-    @property
-    def traffic(self) -> np.ndarray:
-        """Bytes that each client sent and received, ``[K, 2]``."""
-        return self.exchange.traffic
+    def __post_init__(self) -> None:
+        self.traffic = self.exchange.traffic
 
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
         """Return the sums over all sites for each request."""
         log = self.exchange.sites.log
         log("statistics requested", kinds=[request.kind for request in requests], requests=[r.digest for r in requests])
         sums = self.exchange(requests)
+        self.traffic = self.exchange.traffic
         for client, own in self.exchange.replies.items():
             log("statistics received", client, replies=[SumRequest("reply", {}, some).digest for some in own])
         self.record.append((requests, sums, dict(self.exchange.replies)))

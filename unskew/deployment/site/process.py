@@ -120,6 +120,7 @@ class SiteProcess:
         if request.kind == "sums":
             samples = self.experiments.samples(digest, work.reference)
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            rows = replace(rows, gradient=work.initial_gradient)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
