@@ -44,7 +44,7 @@ class LabelSkew(Statistic):
 
     def second(self, first: Sequence[Sums]) -> list[SumRequest]:
         """Return the request for distances from the class frequencies of all clients."""
-        counts = first[0]["counts"].double() if first else torch.zeros(0, dtype=torch.float64)
+        counts = first[0]["counts"].double().clamp(min=0) if first else torch.zeros(0, dtype=torch.float64)
         return [SumRequest("site_scalars", {"classes": self.classes}, {"shares": counts / counts.sum().clamp(min=1)})]
 
     def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
@@ -57,7 +57,7 @@ class LabelSkew(Statistic):
         metrics["effective_classes"] = None
         if not first:
             return metrics
-        counts = first[0]["counts"].double().numpy()
+        counts = first[0]["counts"].double().clamp(min=0).numpy()  # noise may make them negative
         shares = counts / max(1.0, counts.sum())
         metrics["label_distance_mean"] = totals["distance"] / K
         metrics["label_distance_chance"] = label_distance_by_chance(shares, totals["inverse_root"] / K)
