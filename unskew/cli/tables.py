@@ -223,7 +223,9 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
             values = [row[key] for row in rest]
             ends[key] = " to ".join(f"{v:.4g}" if key == "mean" else f"{v:.1%}" for v in (min(values), max(values)))
         outcomes = ends.get("mean", ends.get("share", "") if same else "")
-        table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends.get("missing", ""), "")
+        table.add_row(
+            f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends.get("missing", ""), ""
+        )
     add("all", pooled, "")
     table.caption = (
         "Shift: standardized mean difference of a number, total variation distance of categories and classes."
