@@ -32,7 +32,7 @@ def omega2_by_rows(pairs, classes):
 
 def test_feature_skew_from_sums_equals_loops_over_rows():
     fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=6, max_train_samples=400)
-    moved = [(c.x.double() + k, c.y) for k, c in enumerate(fed.clients)]  # each client's scanner has an offset
+    moved = [(c.x.double() + 20 * k, c.y) for k, c in enumerate(fed.clients)]  # each client's scanner has an offset
     expected = omega2_by_rows([(x.flatten(1).numpy(), y.tolist()) for x, y in moved], fed.classes)
     assert expected > 0.05
     assert feature_skew(moved.__getitem__, range(6), fed.classes) == pytest.approx(expected, rel=1e-13)
