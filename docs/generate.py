@@ -159,6 +159,8 @@ def default_text(value: Any) -> str:
         return "`true`" if value else "`false`"
     if value is None:
         return "none"
+    if value and isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
     return "empty" if str(value) in ("", "()", "[]", "{}") else f"`{value}`"
 
 

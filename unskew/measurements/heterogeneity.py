@@ -106,6 +106,8 @@ class GradientSkew(Statistic):
     def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
         """Return the metrics."""
         K, norms, noise = first[0]["norms"].tolist()
+        if not K:
+            return dict.fromkeys(METRICS)
         mean = first[0]["gradient"] / K
         gradient2 = float(mean @ mean)
         zeta2 = max(0.0, norms / K - gradient2)

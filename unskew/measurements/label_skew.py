@@ -13,7 +13,7 @@ import torch
 from unskew.data.federation import Federation
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import SimulatedExchange
-from unskew.sums.skew import SCALARS, label_distances
+from unskew.sums.skew import SCALARS, SIZES, label_distances
 from unskew.sums.statistics import Metrics, Statistic, skew_metrics
 
 
@@ -49,14 +49,15 @@ class LabelSkew(Statistic):
 
     def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
         """Return the metrics."""
-        totals = dict(zip(SCALARS, second[0]["scalars"].tolist(), strict=True))
-        K = max(1.0, totals["clients"])
+        sizes = dict(zip(SIZES, second[0]["sizes"].tolist(), strict=True))
         names = ("distance_mean", "distance_max", "distance_chance", "entropy_gap")
         metrics: Metrics = {f"label_{name}": None for name in names}
-        metrics["effective_clients"] = effective_clients(totals["rows"], totals["rows2"])
+        metrics["effective_clients"] = effective_clients(sizes["rows"], sizes["rows2"])
         metrics["effective_classes"] = None
-        if not first:
+        if not first or not second[0]["labels"][0]:
             return metrics
+        totals = dict(zip(SCALARS, second[0]["labels"].tolist(), strict=True))
+        K = totals["clients"]  # a site with a small class sends no numbers on its labels
         counts = first[0]["counts"].double().clamp(min=0).numpy()  # noise may make them negative
         shares = counts / max(1.0, counts.sum())
         metrics["label_distance_mean"] = totals["distance"] / K
@@ -65,7 +66,7 @@ class LabelSkew(Statistic):
         metrics["effective_classes"] = totals["classes"] / K
         if self.one_class:
             scatter = float(counts.sum() * (shares * (1 - shares)).sum())
-            metrics["label_between"] = share_between(totals["between"], scatter, scatter, totals["rows"], K)
+            metrics["label_between"] = share_between(totals["between"], scatter, scatter, sizes["rows"], K)
         return metrics
 
 

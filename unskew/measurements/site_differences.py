@@ -182,6 +182,8 @@ class LabelVariance(Statistic):
         products, squares = first[0]["products"].numpy(), first[0]["squares"].numpy()
         inputs, rows = len(products), float(products[0, 0])
         clients = float(first[0]["clients"])
+        if not clients:
+            return {"label_between": None, "label_unexplained": None}
         between, residual = second[0]["scatter"].tolist()
         scatter = float((squares - products[0, inputs:] ** 2 / max(1.0, rows)).sum())
         left = float(squares.sum() - (linear_model(products) * products[:, inputs:]).sum())

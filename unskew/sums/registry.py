@@ -25,3 +25,5 @@ SUMS: dict[str, SumKind] = {
         skew.LabelScatter(),
     )
 }
+PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+"""Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

@@ -6,20 +6,52 @@ All are summands of one client, so the skew of a federation follows from two exc
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import Annotated
+
 import numpy as np
 import torch
 import torch.nn.functional as F
+from pydantic import Field
 from torch import Tensor
 
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
-SCALARS = ("clients", "rows", "rows2", "distance", "divergence", "classes", "inverse_root", "between")
-"""Numbers of ``site_scalars``: 1, ``n_k``, ``n_k^2``; total variation distance and Kullback-Leibler divergence from the class
+SIZES = ("clients", "rows", "rows2")
+"""Numbers of ``site_scalars`` on the size of a client: 1, ``n_k``, ``n_k^2``."""
+SCALARS = ("clients", "distance", "divergence", "classes", "inverse_root", "between")
+"""Numbers of ``site_scalars`` on its labels: 1, total variation distance and Kullback-Leibler divergence from the class
 frequencies ``q`` of all clients, exponential of the entropy, ``m_k^-1/2`` with the number ``m_k`` of labels, and
 ``m_k ||q_k - q||^2``.
 """
+
+
+class ScalarArguments(Arguments):
+    """Number of classes; 0 without classes that can be counted."""
+
+    classes: Annotated[int, Field(ge=0)]
+
+
+class InputArguments(Arguments):
+    """Number of classes and of inputs."""
+
+    classes: Annotated[int, Field(ge=1)]
+    inputs: Annotated[int, Field(ge=1)]
+
+
+class GradientArguments(Arguments):
+    """Number of parameters."""
+
+    parameters: Annotated[int, Field(ge=1)]
+
+
+class LinearArguments(Arguments):
+    """Number of codes of each input column, 0 for a number, and number of targets."""
+
+    codes: tuple[Annotated[int, Field(ge=0)], ...]
+    targets: Annotated[int, Field(ge=1)]
 
 
 def label_distances(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -39,36 +71,58 @@ def label_distances(counts: np.ndarray, shares: np.ndarray) -> tuple[np.ndarray,
 
 
 class SiteScalars(SumKind):
-    """Numbers of a client on its labels and its size, see ``SCALARS``; without classes, those of the labels are 0."""
+    """Numbers of a client on its size and its labels, see ``SIZES`` and ``SCALARS``; without classes only the former."""
 
     name = "site_scalars"
     permission = "counts"
+    arguments = ScalarArguments
+    constants = ("shares",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
         classes = int(request.args["classes"])
         shares = request.tensor("shares", classes).numpy()
-        values = dict.fromkeys(SCALARS, 0.0)
-        values |= {"clients": 1.0, "rows": float(rows.num_rows), "rows2": float(rows.num_rows) ** 2}
+        sums = {"sizes": torch.tensor([1.0, rows.num_rows, rows.num_rows**2], dtype=torch.float64)}
         if classes:
-            if rows.class_counts is None:
-                raise DataError("These data have no classes that can be counted.")
-            counts = rows.class_counts().cpu().double().numpy()
-            labels = counts.sum()
-            distance, entropy, divergence = label_distances(counts[None], shares)
-            values["distance"], values["divergence"] = float(distance[0]), float(divergence[0])
-            values["classes"] = float(np.exp(entropy[0]))
-            values["inverse_root"] = float(1 / np.sqrt(max(labels, 1)))
-            values["between"] = float(labels * np.square(counts / max(labels, 1) - shares).sum())
-        return {"scalars": torch.tensor([*values.values()], dtype=torch.float64)}
+            counts = class_counts(rows).double().numpy()
+            labels = max(1.0, counts.sum())
+            distance, entropy, divergence = (float(values[0]) for values in label_distances(counts[None], shares))
+            between = labels * np.square(counts / labels - shares).sum()
+            values = [1.0, distance, divergence, np.exp(entropy), labels**-0.5, between]
+            sums["labels"] = torch.tensor(values, dtype=torch.float64)
+        return sums
 
     def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
-        return {"scalars": (torch.float64, (len(SCALARS),))}
+        sizes: Shapes = {"sizes": (torch.float64, (len(SIZES),))}
+        return sizes | ({"labels": (torch.float64, (len(SCALARS),))} if request.args["classes"] else {})
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of rows, and of samples of the smallest class, on which the numbers depend."""
+        sizes = {"sizes": torch.full((len(SIZES),), rows.num_rows)}
+        if request.args["classes"]:
+            sizes["labels"] = torch.full((len(SCALARS),), smallest(class_counts(rows)))
+        return sizes
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return "number of rows and its square, and distances of the class frequencies from those of all sites"
+
+
+def class_counts(rows: ClientRows) -> Tensor:
+    """Return the number of samples of each class.
+
+    Raises:
+        DataError: If the data have no classes.
+    """
+    if rows.class_counts is None:
+        raise DataError("These data have no classes that can be counted.")
+    return rows.class_counts().cpu()
+
+
+def smallest(counts: Tensor) -> int:
+    """Return the smallest of some counts that are above 0; 0 if none is."""
+    return int(counts[counts > 0].min()) if bool((counts > 0).any()) else 0
 
 
 def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]]:
@@ -90,6 +144,14 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
     return [(c, flat[y == c].double()) for c, n in zip(found.tolist(), counts.tolist(), strict=True) if n > 1]
 
 
+def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
+    """Return the number of samples of each class with at least two of them, ``[C]``."""
+    counts = torch.zeros(int(request.args["classes"]), dtype=torch.int64)
+    for c, inputs in class_rows(rows, request):
+        counts[c] = len(inputs)
+    return counts
+
+
 def has_class_means(x: Tensor, y: Tensor) -> bool:
     """Return whether inputs are numbers and targets are one class per sample."""
     return x.dtype != torch.int64 and y.dim() == 1 and not y.dtype.is_floating_point
@@ -100,6 +162,7 @@ class ClassMeans(SumKind):
 
     name = "class_means"
     permission = "features"
+    arguments = InputArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -125,6 +188,14 @@ class ClassMeans(SumKind):
         """Return the names of the tensors that count rows."""
         return ("counts",)
 
+    def disjoint(self, rows: ClientRows) -> bool:
+        """Return whether each row is counted once."""
+        return True
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of samples of each class."""
+        return dict.fromkeys(("clients", "sums", "scatter"), group_counts(rows, request))
+
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return f"for each of {request.args['classes']} classes: mean of each of {request.args['inputs']} inputs, and scatter"
@@ -135,6 +206,8 @@ class ClassScatter(SumKind):
 
     name = "class_scatter"
     permission = "features"
+    arguments = InputArguments
+    constants = ("means",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -149,6 +222,14 @@ class ClassScatter(SumKind):
         """Return dtype and shape of each tensor."""
         return {"scatter": (torch.float64, (int(request.args["classes"]),))}
 
+    def disjoint(self, rows: ClientRows) -> bool:
+        """Return whether each row is counted once."""
+        return True
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of samples of each class."""
+        return {"scatter": group_counts(rows, request)}
+
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return f"for each of {request.args['classes']} classes: squared distance of the mean inputs from those of all sites"
@@ -159,6 +240,7 @@ class Gradient(SumKind):
 
     name = "gradient"
     permission = "gradients"
+    arguments = GradientArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -173,6 +255,10 @@ class Gradient(SumKind):
     def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"gradient": (torch.float64, (int(request.args["parameters"]),)), "norms": (torch.float64, (3,))}
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of rows."""
+        return {name: torch.full(shape, rows.num_rows) for name, (_, shape) in self.shapes(request).items()}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -216,11 +302,27 @@ def num_inputs(request: SumRequest) -> int:
     return sum(int(count) or 1 for count in request.args["codes"])
 
 
+def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
+    """Return the size of the smallest group that products of rows could reveal: of a code, a class, or both.
+
+    It is 1 with at most as many rows as inputs, because products could then reveal single rows.
+    """
+    ends = np.cumsum([1, *(int(count) or 1 for count in request.args["codes"])])
+    coded = [j for start, end in pairwise(ends) for j in range(start, end) if end - start > 1]
+    targets = values[:, ends[-1] :]
+    classes = range(ends[-1], values.shape[1]) if bool(np.isin(targets, (0, 1)).all()) else ()
+    flags = values[:, [*coded, *classes]]
+    counts = torch.from_numpy(flags.T @ flags)
+    return min(len(values), smallest(counts) or len(values)) if len(values) > ends[-1] else 1
+
+
 class LabelProducts(SumKind):
     """Products of 1 and the inputs with 1, the inputs and the targets, and squares of the targets."""
 
     name = "label_products"
     permission = "features"
+    arguments = LinearArguments
+    constants = ("center",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -241,6 +343,11 @@ class LabelProducts(SumKind):
             "squares": (torch.float64, (targets,)),
         }
 
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the size of the smallest group for each tensor."""
+        size = linear_sizes(linear_rows(rows, request), request)
+        return {name: torch.full(shape[:1], size) for name, (_, shape) in self.shapes(request).items()}
+
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return f"products of {num_inputs(request)} inputs with each other and with {request.args['targets']} targets"
@@ -254,6 +361,8 @@ class LabelScatter(SumKind):
 
     name = "label_scatter"
     permission = "features"
+    arguments = LinearArguments
+    constants = ("center", "mean", "coefficients")
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -268,6 +377,11 @@ class LabelScatter(SumKind):
     def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"scatter": (torch.float64, (2,))}
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the size of the smallest group for each tensor."""
+        size = linear_sizes(linear_rows(rows, request), request)
+        return {name: torch.full(shape[:1], size) for name, (_, shape) in self.shapes(request).items()}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

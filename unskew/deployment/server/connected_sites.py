@@ -15,9 +15,9 @@ from unskew.config.paths import with_absolute_paths
 from unskew.data.federation import Federation
 from unskew.data.load import load_partitioned
 from unskew.data.partitioned import PartitionedSource
+from unskew.deployment.common.audit_log import AuditLog
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.secagg.roster import FILE
-from unskew.deployment.server.audit_log import AuditLog
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from unskew.measurements.heterogeneity import METRICS, GradientSkew, Heterogenei
 from unskew.measurements.label_skew import LabelSkew
 from unskew.measurements.site_differences import WIDEST, LabelVariance, SiteDifferences, input_columns, site_rows
 from unskew.runs.resolved_run import ResolvedRun
-from unskew.sums.base import SumRequest, Sums
+from unskew.sums.base import ClientRows, SumRequest, Sums
+from unskew.sums.exchange import SimulatedExchange
+from unskew.sums.registry import PERMISSIONS
 from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
 from unskew.tasks.regression import Regression
 
-PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
-"""Names of the statistics, which a site allows in ``site.yaml``."""
 LEAST_COUNT = 10
 """With masks, sites send exact counts, so that those of all sites below this number are not shown."""
 LARGEST = 10_000
@@ -88,7 +89,16 @@ class RecordedExchange:
         self.traffic = self.exchange.traffic
 
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
-        """Return the sums over all sites for each request."""
+        """Return the sums over all sites for each request.
+
+        Without masks, the numbers of ``site_scalars`` follow from what the sites have sent, so they are not asked for.
+        """
+        known = [request.kind == "site_scalars" and not self.exchange.masked for request in requests]
+        asked = [request for request, here in zip(requests, known, strict=True) if not here]
+        sums = iter(self._ask(asked) if asked else [])
+        return [self._scalars(request) if here else next(sums) for request, here in zip(requests, known, strict=True)]
+
+    def _ask(self, requests: Sequence[SumRequest]) -> list[Sums]:
         log = self.exchange.sites.log
         log("statistics requested", kinds=[request.kind for request in requests], requests=[r.digest for r in requests])
         sums = self.exchange(requests)
@@ -97,6 +107,12 @@ class RecordedExchange:
             log("statistics received", client, replies=[SumRequest("reply", {}, some).digest for some in own])
         self.record.append((requests, sums, dict(self.exchange.replies)))
         return sums
+
+    def _scalars(self, request: SumRequest) -> Sums:
+        counts = {k: own["counts"].clamp(min=0) for k, own in self.of_clients("class_counts").items()}
+        sizes = self.exchange.num_samples.items()
+        rows = [ClientRows(y=torch.zeros(n), class_counts=partial(counts.__getitem__, k)) for k, n in sizes]
+        return SimulatedExchange(lambda: rows)([request])[0]
 
     def of_clients(self, kind: str) -> dict[int, Sums]:
         """Return the summands of each client for a kind; empty if it was not requested, or with masks."""

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
+from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.server import round_requests
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.context import WireContext

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.secagg.protocol import LEAST, min_sites
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_sum import (
     MaskedSum,

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
+from unskew.deployment.common.audit_log import arrays_digest
 from unskew.deployment.server.async_engine import AsyncFlowerEngine
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership

@@ -14,11 +14,14 @@ from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.common.requests import REQUESTS
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
+from unskew.deployment.site.data import SiteData
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.site.policy import StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
+from unskew.deployment.site.row_hashes import RowValues, row_values
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
 from unskew.deployment.site.sums import masked_reply, plain_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
@@ -59,6 +62,8 @@ class SiteProcess:
         self.experiments = SiteExperiments(self.config, self.folder, log)
         self.identity = load_identity(self.config, self.folder, self.experiments.configs.values())
         self.masks = SecAggClient(self.identity)
+        self.policy = StatisticsPolicy(self.config, self.folder, log)
+        self._values: tuple[SiteData, RowValues] | None = None
 
     def answer(self, request: Frame) -> Frame:
         """Reply to a message; if this is not possible, reply with the reason."""
@@ -122,7 +127,7 @@ class SiteProcess:
             samples = self.experiments.samples(digest, work.reference)
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
             rows = replace(rows, gradient=work.initial_gradient)
-            return self._sums(request, digest, work.reference, rows, samples.total)
+            return self._sums(request, digest, work.reference, rows, samples)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
         if request.kind in PHASES:
@@ -184,12 +189,12 @@ class SiteProcess:
             config = size_report(self.config, len(samples.train), len(samples.held))
             return self._with_site_info(request, Frame("client_info", config))
         if request.kind == "sums":
-            return self._sums(request, digest, reference, samples.rows(), samples.total)
+            return self._sums(request, digest, reference, samples.rows(), samples)
         if request.kind in PHASES:
             return self.masks.reply(read_text(request.config, "run"), request)
         raise InvalidMessageError("the global column statistics are not known yet")
 
-    def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, clients: int) -> Frame:
+    def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, samples: SiteData) -> Frame:
         """Reply with the summands of this site, or start to mask them."""
         run, requests = read_text(request.config, "run"), decode_requests(request)
         masked = self.experiments.config(digest).secure_aggregation == "required"
@@ -200,12 +205,14 @@ class SiteProcess:
             before = self.masks.again(run, read_text(request.config, "session"))
             if before is not None:
                 return before
-        refused = next((kind for kind in (SUMS[one.kind] for one in requests) if kind.permission), None)
-        if refused is not None:
-            raise ConfigError(f"The site {self.config.name} does not allow the statistic {refused.permission}.")
-        own = own_sums(rows, requests)
+        if any(SUMS[one.kind].permission for one in requests):
+            if self._values is None or self._values[0] is not samples:
+                self._values = samples, row_values(samples)
+            own = self.policy.reply(digest, run, requests, rows, self._values[1], masked).sums
+        else:
+            own = own_sums(rows, requests)
         if masked:
-            return masked_reply(request, requests, own, reference, self.masks, ledger, clients)
+            return masked_reply(request, requests, own, reference, self.masks, ledger, samples.total)
         return plain_reply(own, self.config.client)
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:

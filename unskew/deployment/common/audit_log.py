@@ -1,4 +1,4 @@
-"""Audit log of a deployed run: one JSON line per event, chained by SHA-256."""
+"""Audit logs of a deployed run and of a site: one JSON line per event, chained by SHA-256."""
 
 from __future__ import annotations
 
@@ -29,14 +29,15 @@ def arrays_digest(arrays: dict[str, Blob]) -> str:
 
 
 class AuditLog:
-    """Appends events to ``audit.jsonl``. Several threads may use it.
+    """Appends events to a log. Several threads may use it.
 
     Args:
-        folder: The run folder. A line that a killed process left incomplete is removed.
+        folder: Folder of the log. A line that a killed process left incomplete is removed.
+        file: Name of the log.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / FILE
+    def __init__(self, folder: Path, file: str = FILE):
+        self.path = folder / file
         self._lock = threading.Lock()
         self._last = FIRST
         with disk_errors(self.path):
@@ -47,18 +48,19 @@ class AuditLog:
         if complete_lines:
             self._last = hashlib.sha256(complete_lines.splitlines()[-1]).hexdigest()
 
-    def add(self, event: str, round: int, **fields: Any) -> None:
+    def add(self, event: str, round: int | None, **fields: Any) -> None:
         """Append one event; omit fields that are empty or None.
 
         Args:
             event: Name of the event.
-            round: Number of the round, from 0.
+            round: Number of the round, from 0; None if the event belongs to none.
             **fields: Further fields.
         """
-        known = {name: value for name, value in fields.items() if value not in (None, "")}
+        known = {"round": round, "event": event, **fields}
+        known = {name: value for name, value in known.items() if value not in (None, "")}
         with self._lock, disk_errors(self.path):
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            entry = {"time": when, "round": round, "event": event, **known, "previous": self._last}
+            entry = {"time": when, **known, "previous": self._last}
             line = json.dumps(entry).encode()
             os.write(self._file, line + b"\n")
             self._last = hashlib.sha256(line).hexdigest()
