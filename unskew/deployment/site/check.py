@@ -113,7 +113,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield Finding("data", True, f"{counts}, {which}")
     if compared:
         yield Finding("data", None, compared)
-    for line in describe_sums(samples.rows()):
+    for line in describe_sums(samples.rows(), config.category_values):
         yield Finding("sent once", None, line)
     yield from statistics_findings(site, config, samples)
     work = SiteTrainer(site, config, reference, samples)
