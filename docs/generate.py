@@ -77,6 +77,7 @@ LINKS = {
     "buffers": ("buffers", "models.md#buffers"),
     "method": ("methods", "methods/index.md"),
     "client_weighting": ("weights", "concepts.md#weights"),
+    "ranges": ("diagnosis of sites", "deployment.md#diagnosis-before-training"),
     "sampling": ("cohorts and accounting", "methods/privacy.md#cohorts-and-accounting"),
     "lr_schedule": ("learning-rate schedules", "concepts.md#learning-rate-schedules"),
     "class_weights": ("imbalanced classes", "tables.md#imbalanced-classes"),

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli import operate
+from unskew.cli import diagnose_sites, operate
 from unskew.cli.common import (
     AsJson,
     ConfigFile,
@@ -37,7 +37,15 @@ deploy = DocumentedCommands(
 )
 
 
-for command in (operate.status, operate.sites, operate.log, operate.stop, operate.exclude, operate.register):
+for command in (
+    diagnose_sites.diagnose,
+    operate.status,
+    operate.sites,
+    operate.log,
+    operate.stop,
+    operate.exclude,
+    operate.register,
+):
     deploy.command()(command)
 
 

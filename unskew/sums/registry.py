@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns
+from unskew.sums import columns, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -17,5 +17,13 @@ SUMS: dict[str, SumKind] = {
         columns.ColumnSquares(),
         columns.Missing(),
         columns.Histogram(),
+        skew.SiteScalars(),
+        skew.ClassMeans(),
+        skew.ClassScatter(),
+        skew.Gradient(),
+        skew.LabelProducts(),
+        skew.LabelScatter(),
     )
 }
+PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+"""Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

@@ -26,7 +26,7 @@ from unskew.deployment.site.sums import masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import decode_requests, encode_sums
+from unskew.deployment.wire.sums import decode_requests, encode_sums, requests_key, signed_reply
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
@@ -123,6 +123,7 @@ class SiteProcess:
         if request.kind == "sums":
             samples = self.experiments.samples(digest, work.reference)
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            rows = replace(rows, gradient=work.initial_gradient)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -205,9 +206,11 @@ class SiteProcess:
         reply = self.policy.reply(digest, run, requests, rows, values, masked)
         if masked:
             return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
-        return encode_sums(
-            reply.sums, client=self.config.client, hidden=json.dumps(reply.hidden), epsilon=reply.epsilon
-        )
+        hidden, frame = json.dumps(reply.hidden), encode_sums(reply.sums, client=self.config.client)
+        config = {**frame.config, "hidden": hidden, "epsilon": float(reply.epsilon)}
+        if self.identity is not None:
+            config["signature"] = self.identity.sign(signed_reply(run, requests_key(digest, requests), frame))
+        return Frame(frame.kind, config, {}, frame.arrays)
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""
