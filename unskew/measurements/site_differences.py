@@ -70,7 +70,7 @@ def site_differences(
     for i, k in enumerate(ids):
         client = federation.clients[k]
         t = _targets(federation, torch.cat([client.y, client.y_test]))
-        x = np.zeros((len(t), 0)) if skipped else _inputs(torch.cat([client.x, client.x_test]), counts, center)
+        x = np.zeros((len(t), 0)) if skipped else input_columns(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]
         sums.append(values.sum(0))
@@ -138,7 +138,7 @@ def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str]
     return named if len(shape) == 1 else [], [0] * width, center
 
 
-def _inputs(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
+def input_columns(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
     """Return the inputs ``[n, F]``: numbers minus ``center``, and an input of 0 and 1 for each code of a category."""
     values = x.reshape(len(x), -1).double()
     return torch.cat(

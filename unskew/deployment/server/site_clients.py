@@ -232,6 +232,8 @@ def check_deployable(config: Experiment) -> None:
         )
     if config.save_samples:
         raise ConfigError("save_samples needs samples that clients generate, which stay at the sites. Remove it.")
+    if config.coefficients:
+        raise ConfigError("Intervals of coefficients are computed only in simulations. Remove coefficients.")
     at_sites = {
         "early_stopping": config.early_stopping is not None,
         "keep=best": config.keep == "best",
