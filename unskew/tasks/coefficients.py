@@ -69,7 +69,7 @@ def newton(total: Callable[[np.ndarray], dict[str, Tensor]], columns: Sequence[s
 
     Args:
         total: Function from the coefficients to the sums over all clients, such as ``fisher_sums``.
-        columns: Names of the columns, for errors.
+        columns: Names of the columns, for errors. All but the first one should be centered.
 
     Raises:
         NoEstimateError: If columns are linearly dependent, or the method does not converge.
@@ -81,9 +81,11 @@ def newton(total: Callable[[np.ndarray], dict[str, Tensor]], columns: Sequence[s
         empty = np.diag(information) == 0
         scale = np.sqrt(np.diag(information) + empty)
         values, vectors = np.linalg.eigh(information / np.outer(scale, scale) + np.diag(empty))
+        if exchange == 1:
+            first = scale
+        elif values[0] < DEPENDENT:
+            break
         if values[0] < DEPENDENT:
-            if exchange > 1:
-                break
             names = ", ".join(columns[j] for j in np.flatnonzero(np.abs(vectors[:, 0]) > 1e-3).tolist())
             raise NoEstimateError(f"these columns are linearly dependent in the training rows: {names}. Exclude one.")
         covariance = vectors / values @ vectors.T / np.outer(scale, scale)
@@ -96,6 +98,6 @@ def newton(total: Callable[[np.ndarray], dict[str, Tensor]], columns: Sequence[s
                 break
             return Estimate(beta, covariance, sums, exchange)
     raise NoEstimateError(
-        f"Newton's method did not converge. Probably {columns[int(np.abs(beta).argmax())]!r}, alone or with other columns, "
-        "separates the classes, so that the likelihood has no maximum. Exclude it, or join rare categories."
+        f"Newton's method did not converge. Probably {columns[int(np.abs(first * beta).argmax())]!r}, alone or with other "
+        "columns, separates the classes, so that the likelihood has no maximum. Exclude it, or join rare categories."
     )
