@@ -139,7 +139,13 @@ def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str]
 
 
 def input_columns(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
-    """Return the inputs ``[n, F]``: numbers minus ``center``, and an input of 0 and 1 for each code of a category."""
+    """Return the inputs ``[n, F]``: numbers minus their center, and an input of 0 and 1 for each code of a category.
+
+    Args:
+        x: Stored inputs, ``[n, f]``.
+        counts: Number of category codes of each input; 0 for numbers.
+        center: Number to subtract from each input.
+    """
     values = x.reshape(len(x), -1).double()
     return torch.cat(
         [
