@@ -85,6 +85,7 @@ LINKS = {
     "network.delay": ("delays", "concepts.md#delays"),
     "network.uplink": ("simulated time", "concepts.md#simulated-time"),
     "attack": ("attackers", "attacks.md"),
+    "coefficients": ("odds ratios", "tables.md#odds-ratios"),
     "diagnose": ("diagnostics", "configuration.md#diagnostics"),
     "base_run": ("starting from a finished run", "reproducibility.md#starting-from-a-finished-run"),
     "synthetic": ("generators", "generators.md#the-synthetic-set"),

@@ -45,6 +45,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "engine": "inline",
         "base_run": True,
         "save_samples": False,
+        "coefficients": False,
         **dict.fromkeys(("local_epochs", "early_stopping", "attack", "start_from", "target")),
         "lr_schedule": "constant",
         "network": type(config.network)(),

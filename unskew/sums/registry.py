@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, skew
+from unskew.sums import columns, fisher, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -17,6 +17,7 @@ SUMS: dict[str, SumKind] = {
         columns.ColumnSquares(),
         columns.Missing(),
         columns.Histogram(),
+        fisher.Fisher(),
         skew.SiteScalars(),
         skew.ClassMeans(),
         skew.ClassScatter(),

@@ -30,7 +30,7 @@ from unskew.deployment.server.handshake import (
 from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.site_clients import check_deployable
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.server.sum_exchange import SiteExchange
+from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError, EngineError
 from unskew.methods.registry import method as method_of
@@ -79,7 +79,7 @@ class ConnectedSites:
         """Return an exchange of sums over the sites that take part."""
         masked = self.run.config.secure_aggregation == "required"
         there = {k: frame for k, frame in self.frames.items() if k not in self.sites.excluded}
-        return SiteExchange(self.sites, there, masked, self.roster)
+        return SiteExchange(self.sites, reported_sizes(there), masked, self.roster)
 
 
 @contextmanager

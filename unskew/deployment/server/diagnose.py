@@ -75,7 +75,7 @@ class SitesDiagnosis:
 
 @dataclass
 class RecordedExchange:
-    """Exchange over sites whose requests, sums and replies are recorded, also in the audit log.
+    """Exchange over sites whose requests, sums and replies are recorded.
 
     Attributes:
         exchange: Exchange over the sites.
@@ -88,6 +88,11 @@ class RecordedExchange:
     def __post_init__(self) -> None:
         self.traffic = self.exchange.traffic
 
+    @property
+    def clients(self) -> list[int]:
+        """Clients that take part, in order."""
+        return self.exchange.clients
+
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
         """Return the sums over all sites for each request.
 
@@ -99,12 +104,8 @@ class RecordedExchange:
         return [self._scalars(request) if here else next(sums) for request, here in zip(requests, known, strict=True)]
 
     def _ask(self, requests: Sequence[SumRequest]) -> list[Sums]:
-        log = self.exchange.sites.log
-        log("statistics requested", kinds=[request.kind for request in requests], requests=[r.digest for r in requests])
         sums = self.exchange(requests)
         self.traffic = self.exchange.traffic
-        for client, own in self.exchange.replies.items():
-            log("statistics received", client, replies=[SumRequest("reply", {}, some).digest for some in own])
         self.record.append((requests, sums, dict(self.exchange.replies)))
         return sums
 

@@ -44,21 +44,20 @@ class SiteExchange:
 
     Args:
         sites: Connected sites.
-        frames: First report of each client that takes part.
+        num_samples: Number of training samples of each client that takes part, in order.
         masked: Whether the server may see only sums over all sites.
         roster: Public signing keys, by client, for masked sums.
 
     Attributes:
-        num_samples: Number of training samples of each client that takes part.
         traffic: Bytes that each client sent and received, ``[K, 2]``.
         replies: Summands of each client in the last exchange; empty under secure aggregation.
         hidden: Positions of the counts that each client has not sent because they are small, likewise.
     """
 
-    def __init__(self, sites: SiteManager, frames: Mapping[int, Frame], masked: bool, roster: Mapping[int, Any]):
+    def __init__(self, sites: SiteManager, num_samples: Mapping[int, int], masked: bool, roster: Mapping[int, Any]):
         self.sites, self.masked, self.roster = sites, masked, roster
-        self.num_samples = {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
-        self.traffic = np.zeros((len(frames), 2), np.int64)
+        self.num_samples = dict(num_samples)
+        self.traffic = np.zeros((len(num_samples), 2), np.int64)
         self.replies: dict[int, list[Sums]] = {}
         self.hidden: dict[int, list[dict[str, list[int]]]] = {}
 
@@ -156,6 +155,15 @@ class SiteExchange:
         if self.masked or any(SUMS[request.kind].permission for request in requests):
             raise EngineError(reason)
         raise InvalidMessageError(reason)
+
+
+def reported_sizes(frames: Mapping[int, Frame]) -> dict[int, int]:
+    """Return the number of training samples of each client, as its site reported it first.
+
+    Args:
+        frames: First report of each client.
+    """
+    return {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
 
 
 def with_remaining_sites(exchange: SiteExchange, compute: Callable[[SiteExchange], Result]) -> Result:

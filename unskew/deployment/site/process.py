@@ -22,7 +22,7 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.policy import StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import masked_reply
+from unskew.deployment.site.sums import check_needed, masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -194,7 +194,9 @@ class SiteProcess:
     def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, clients: int) -> Frame:
         """Reply with the summands of this site, or start to mask them."""
         run, requests = read_text(request.config, "run"), decode_requests(request)
-        masked = self.experiments.config(digest).secure_aggregation == "required"
+        experiment = self.experiments.config(digest)
+        masked = experiment.secure_aggregation == "required"
+        check_needed(requests, experiment)
         ledger = self.config.path("state", self.folder) / LEDGER
         if self.experiments.limited[digest]:
             DataLedger(ledger, run, self.config.max_runs).admit()

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from unskew.config.experiment import Experiment
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import min_sites
@@ -20,6 +21,22 @@ from unskew.errors import ConfigError, abbreviate
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
 from unskew.sums.registry import SUMS
+
+
+def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
+    """Validate that an experiment needs the sums that no permission of the site covers.
+
+    Args:
+        requests: Requests of one message.
+        config: Experiment that the site has agreed to.
+
+    Raises:
+        ConfigError: If it does not need one of them.
+    """
+    needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
+    wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
+    if wrong is not None:
+        raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")
 
 
 def masked_reply(
