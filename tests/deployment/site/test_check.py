@@ -19,6 +19,8 @@ from unskew.engines import optimizers
 from unskew.errors import ConfigError
 from unskew.methods import dp_sites
 from unskew.seeding import numpy_generator
+from unskew.sums.base import Arguments, SumKind
+from unskew.sums.registry import SUMS
 
 PRIVATE = {
     "method": "dp:noise=0.01,clip=0.1,adaptive=false,noise_at=sites,honest=3",
@@ -212,7 +214,18 @@ def test_the_check_of_a_site_lists_what_it_sends(tmp_path):
     assert not any("delta" in text or "loss" in text for what, text in findings if what.startswith("sent"))
 
 
-def test_the_check_of_a_site_says_what_each_allowed_statistic_sends(tmp_path):
+class Unknown(SumKind):
+    """Number of samples that the server asks about."""
+
+    name, permission = "unknown", "features"
+
+    class arguments(Arguments):
+        classes: int
+        wish: str
+
+
+def test_the_check_of_a_site_says_what_each_allowed_statistic_sends(monkeypatch, tmp_path):
+    monkeypatch.setitem(SUMS, "unknown", Unknown())
     table = "age,ward,outcome\n" + "".join(
         f"{30 + k % 20},{'ab'[k % 2]},{'yes' if k % 3 else 'no'}\n" for k in range(60)
     )
@@ -235,6 +248,7 @@ def test_the_check_of_a_site_says_what_each_allowed_statistic_sends(tmp_path):
         "histograms: number of values of age in 64 equal cells from 0 to 120, below and above",
         "counts are exact; those below 10 are not sent, unless they are masked",
     ]
+    assert lines(wanted, allow=["features"])[-2] == "features: Number of samples that the server asks about."
     assert lines(agreed, allow=["histograms"], epsilon=0.5, total_epsilon=2, min_count=5, mask_small=True) == [
         "histograms: none, because the experiment has no ranges",
         "counts are sent with discrete Laplace noise of epsilon=0.5, until their sum reaches 2; those below 5 are not sent",

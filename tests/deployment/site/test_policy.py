@@ -515,6 +515,18 @@ def test_a_message_that_exceeds_the_budget_costs_nothing(tmp_path):
     assert ask(policy, histogram(0, 64), patients)
 
 
+def test_a_server_cannot_fill_the_disk_of_a_site(monkeypatch, tmp_path):
+    monkeypatch.setattr(policy_module, "MOST", 2)
+    policy = site(tmp_path)
+    squares = [
+        SumRequest("column_squares", {"columns": ["age"]}, {"mean": torch.tensor([m]).double()}) for m in range(3)
+    ]
+    for request in (*squares[:2], *squares[:2]):
+        ask(policy, request, hundred())
+    with pytest.raises(ConfigError, match="has sent 2 statistics"):
+        ask(policy, squares[2], hundred())
+
+
 def test_each_label_of_a_row_costs_epsilon(tmp_path):
     patients = hundred()
     object.__setattr__(patients.rows, "y", torch.ones(100, 3))

@@ -177,7 +177,9 @@ def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData)
         needed = {*kind.arguments.model_fields}
         for args in choices if "range" in needed else [{}]:
             values = {name: value for name, value in {**known, **args}.items() if name in needed}
-            text = kind.describe(SumRequest(kind.name, values))
+            # What only the server knows is not in the description.
+            own = {*values} == needed
+            text = kind.describe(SumRequest(kind.name, values)) if own else (kind.__doc__ or kind.name).split("\n")[0]
             yield Finding("statistics", None, f"{kind.permission}: {text}")
         if "range" in needed and not choices:
             yield Finding("statistics", None, f"{kind.permission}: none, because the experiment has no ranges")

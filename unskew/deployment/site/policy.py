@@ -27,6 +27,8 @@ from unskew.sums.registry import SUMS
 
 TOLERANCE = 1e-9
 """Rounding error of a sum of privacy losses."""
+MOST = 10_000
+"""Largest number of stored replies; each of them stays on the site's disk."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class StatisticsPolicy:
             self.ledger.log(message.events)
             if message.records != records:
                 self.ledger.write(message.records)
-        return replace(reply, epsilon=message.records.spent - records.spent)
+        return replace(reply, epsilon=sum(event["epsilon"] for event in message.events))
 
     def _checked(self, request: SumRequest) -> SumRequest:
         """Validate a request, and return it in the form that is the same for all requests for the same statistic."""
@@ -197,6 +199,11 @@ class StatisticsPolicy:
             if (reply.request, reply.epsilon) == (request.digest, rules.epsilon) and reply.data in message.same:
                 message.records = records
                 return self.ledger.tensors(reply.sums), 0.0
+        if len(records.replies) >= MOST:
+            raise ConfigError(
+                f"The site {self.site} has sent {MOST:,} statistics and sends no new ones. Its administrator can run unskew "
+                "deploy forget site.yaml."
+            )
         own, loss = kind.compute(rows, request), 0.0
         kind.check(request, own)
         if rules.epsilon is not None:
