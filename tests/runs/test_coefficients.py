@@ -115,7 +115,7 @@ def test_the_run_is_unchanged_and_the_sums_are_counted(patients, coefficients):
     assert torch.equal(plain.vector, result.vector)
     assert [row["loss"] for row in plain.history] == [row["loss"] for row in result.history]
     p, numbers = len(content["coefficients"]) + 1, content["exchanges"] * 3 * 8  # the category sex=(missing) has no row
-    assert result.summary["bytes_down"] - plain.summary["bytes_down"] == numbers * p
+    assert result.summary["bytes_down"] - plain.summary["bytes_down"] == numbers * (p + 6)  # six inputs
     assert result.summary["bytes_up"] - plain.summary["bytes_up"] == numbers * (p * p + p + 1 + 2)
     assert "coefficients_omitted" not in result.summary
 

@@ -107,8 +107,8 @@ def plan_over_sites(config: Experiment, deployment: Deployment, location: RunLoc
     check_deployable(config)
     method = method_of(config.method)
     drawn = load_partitioned(config.data_spec, config.seed)
-    counts_known = config.secure_aggregation != "required"  # else sites send class counts only in sums
-    reference = replace(drawn.federation(drawn.known()), counts_known=counts_known)
+    # Sites send class counts only in sums, unless the method's weights need those of each site.
+    reference = replace(drawn.federation(drawn.known()), counts_known=callable(method.weights))
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:
         raise ConfigError("If the sites have their own data, the experiment must set clients, the number of sites.")

@@ -173,7 +173,7 @@ def agree_on_data_and_model(
         exchange = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
         known = with_remaining_sites(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
         reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
-        reference = replace(reference, counts_known=not exchange.masked)
+        reference = replace(reference, counts_known=callable(method.weights))
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         sites.connection.header = run_header(config, DataSchema.of(reference))
@@ -181,7 +181,7 @@ def agree_on_data_and_model(
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     counts = None
     if config.class_weights == "balanced" and not federation.counts_known:
-        asked = SiteExchange(sites, reported_sizes(frames), True, roster)
+        asked = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
         counts = asked([SumRequest("classes", {"classes": federation.classes})])[0]["counts"].numpy()
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)

@@ -136,7 +136,11 @@ class SiteExchange:
                 raise EngineError(f"These sums were opened before over {error}, of which some are missing.") from error
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, requests=[request.digest for request in requests])
-            return exact_sums.decode(requests, opened.tensors["sums"].numpy())
+            sums = exact_sums.decode(requests, opened.tensors["sums"].numpy())
+            for request, found in zip(requests, sums, strict=True):
+                counts = SUMS[request.kind].cells(request)  # with noise, they may be negative
+                found |= {name: found[name].clamp(min=0) for name in counts}
+            return sums
         raise EngineError(
             f"The sums over all {len(self.clients)} sites could not be opened, because some do not reply or report wrong "
             "shares. Start the command again when they are back."

@@ -123,8 +123,8 @@ class SiteTrainer:
 
     def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
-        masked = self.config.secure_aggregation == "required"  # the server may see only sums
-        counts = torch.zeros(0, dtype=torch.int64) if masked else self.count_classes(data)
+        needed = callable(self.method.weights)  # else the server learns class counts only from sums
+        counts = self.count_classes(data) if needed else torch.zeros(0, dtype=torch.int64)
         sizes = data.num_samples, len(data.y_test)
         if self.noise is not None:  # nothing that depends on the samples
             sizes = HIDDEN_SIZE, 0
