@@ -47,7 +47,7 @@ def test_without_a_class_at_two_clients_there_is_no_feature_skew():
 
 def test_the_labels_variance_from_sums_is_that_of_a_regression_on_all_rows():
     fed = unskew.load_federation("digits", partition="dirichlet:0.3", clients=5, max_train_samples=500, holdout=0.0)
-    names, codes, center = input_columns(fed, ())
+    _, codes, center = input_columns(fed, ())
     rows = [ClientRows(x=client.x, y=client.y) for client in fed.clients]
     found = skew_metrics(SimulatedExchange(lambda: rows), [LabelVariance(tuple(codes), center, fed.classes)])
     X = np.concatenate([c.x.double().flatten(1).numpy() for c in fed.clients])

@@ -122,7 +122,9 @@ def test_what_was_requested_and_received_is_stored_for_its_owner(tmp_path):
     record = json.loads((out / "statistics.json").read_text())
     (part,) = record["exchanges"]
     assert [request["kind"] for request in part["requests"]] == ["class_counts", "gradient"]
-    fed = unskew.load_federation(**{k: SITES[k] for k in ("data", "max_train_samples", "partition", "clients", "holdout")})
+    fed = unskew.load_federation(
+        **{k: SITES[k] for k in ("data", "max_train_samples", "partition", "clients", "holdout")}
+    )
     counts = [own[0]["counts"] for own in part["sites"].values()]
     assert counts == [client.y.bincount(minlength=10).tolist() for client in fed.clients]
     events = [json.loads(line) for line in (out / "audit.jsonl").read_text().splitlines()]
