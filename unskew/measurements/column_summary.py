@@ -71,8 +71,8 @@ class ColumnSummary(Statistic):
             if f"histogram {name}" in totals:
                 counts = totals[f"histogram {name}"]["counts"]
                 quartiles = {key: histogram_quantile(counts.numpy(), low, high, p) for key, p in QUARTILES.items()}
-                rows[name] |= {**quartiles, "values": int(counts.sum())}
-        return [row for row in rows.values() if len(row) > 1]
+                rows[name] = {"values": int(counts.sum()), **rows[name], **quartiles}
+        return [{"column": name, **row} for name, row in rows.items() if len(row) > 1]
 
     def _args(self) -> dict[str, Any]:
         return {"columns": [*self.numbers], "targets": [*self.targets]}

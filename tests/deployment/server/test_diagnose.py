@@ -143,6 +143,17 @@ def test_small_counts_under_masks_are_not_shown(tmp_path):
     assert [*found.classes.values()] == [None if 0 < n < 10 else n for n in counts.tolist()]
 
 
+def test_small_counts_that_sites_hide_are_noted(tmp_path):
+    values = table(tmp_path)
+    found, _ = diagnosed(tmp_path, values, (), {"allow": [*PERMISSIONS], "min_count": 14})
+    assert found.notes[0].startswith("The class counts add up to ")
+    assert found.report.labels["label_between"] is not None  # from the counts, if products of rows are hidden
+    assert found.report.labels["label_unexplained"] is None
+    ages = next(row for row in found.columns if row["column"] == "age")
+    assert ages["values"] == 192
+    assert ages["median"] is None
+
+
 @pytest.mark.parametrize(
     ("statistics", "changes", "message"),
     [

@@ -287,7 +287,8 @@ def _diagnose(
     )
     metrics = dict.fromkeys(METRICS)
     for name, statistic in statistics.items():
-        (metrics if name == "gradients" else labels).update(statistic.metrics(*sums[name]))
+        measured = {key: value for key, value in statistic.metrics(*sums[name]).items() if value is not None}
+        (metrics if name == "gradients" else labels).update(measured)
     classes: dict[str, int | None] = {}
     if sums.get("labels", ([], []))[0]:
         counts = sums["labels"][0][0]["counts"].tolist()
@@ -318,7 +319,7 @@ def _diagnose(
         _site_table(exchange, run),
         AdviceContext(config, fed, None, run.spec, False),
     )
-    return exchange, SitesDiagnosis(report, columns, classes, _notes(chosen))
+    return exchange, SitesDiagnosis(report, columns, classes, [*hidden_counts(exchange, run), *_notes(chosen)])
 
 
 def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences:
@@ -331,7 +332,7 @@ def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences
     names, codes, _ = input_columns(fed, run.config.features)
     n, width = fed.sizes[ids].astype(float), 1
     sums = squares = n[:, None]
-    if products:
+    if products and all(bool(products[k]["clients"]) for k in ids):  # else some left them out
         width = len(products[ids[0]]["products"])
         sums = np.stack([products[k]["products"][0].numpy() for k in ids])
         inputs = [products[k]["products"].diagonal().numpy() for k in ids]
@@ -344,6 +345,19 @@ def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences
     used = codes if width > 1 else []
     rows, pooled = site_rows(fed, ids, names, used, n, absent, sums / n[:, None].clip(1), squares, width)
     return SiteDifferences(rows, pooled, {}, None, None)
+
+
+def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
+    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact."""
+    counts = exchange.of_clients("class_counts")
+    rows = sum(exchange.exchange.num_samples[k] for k in counts)
+    counted = sum(int(own["counts"].sum()) for own in counts.values())
+    if run.federation.test[1].dim() != 1 or counted == rows:
+        return []
+    return [
+        f"The class counts add up to {counted:,} of {rows:,} samples, because sites hide small counts or add noise "
+        "(statistics in site.yaml). The label skew is therefore not exact."
+    ]
 
 
 def _notes(chosen: Collection[str]) -> list[str]:
