@@ -18,7 +18,7 @@ from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_scores import ClientScores
 from unskew.tasks.base import Task
-from unskew.tasks.intervals import interval95, metric_interval
+from unskew.tasks.intervals import metric_interval, student_interval
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.regression import Regression
 
@@ -191,7 +191,7 @@ class Evaluator:
         intervals: dict[str, float] = {}
         for name in metric_set.with_intervals:
             if name == Regression.scored:
-                interval = interval95(task.correct(logits, y).tolist())
+                interval = student_interval(task.correct(logits, y).tolist(), metric_set.level)
             else:
                 interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
             low, high = interval or (np.nan, np.nan)

@@ -33,6 +33,18 @@ class SiteLimits(Section):
     """Maximum time to reply to one message, in seconds."""
 
 
+class EvaluatePolicy(Section):
+    """What ``unskew deploy evaluate`` may learn about models on the site's held-out samples; only metrics leave it."""
+
+    allow: tuple[Literal["global", "local", "personal", "foreign"], ...] = ("global",)
+    """Models scored here: the run's (``global``), one trained here alone (``local``), the site's own of a personalized
+    method (``personal``), and those that other sites have trained alone (``foreign``)."""
+    share_local: bool = False
+    """Whether the local model may leave the site. It reveals more than a mean, and all sites receive it."""
+    max_models: Annotated[int, Field(ge=1)] = 50
+    """Largest number of models scored per experiment; repeated requests get the stored reply."""
+
+
 class OwnData(Section):
     """A site's own data; the fields are those of an experiment."""
 
@@ -97,6 +109,8 @@ class SiteConfig(Section):
     """Folder of the site's state between rounds, with the record of its masked and private runs."""
     limits: SiteLimits = SiteLimits()
     """Limits on what the site accepts from a server."""
+    evaluate: EvaluatePolicy = EvaluatePolicy()
+    """Models that the site scores after training."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"

@@ -15,6 +15,7 @@ from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.column_statistics import site_squares, site_sums
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
+from unskew.deployment.site.evaluation import SiteEvaluation
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
@@ -28,6 +29,9 @@ from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_recor
 from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
+
+SCORED = ("score", "local")
+"""Kinds of messages that ask for the metrics of a model after training."""
 
 
 class SiteTimeoutError(UnskewError):
@@ -75,7 +79,7 @@ class SiteProcess:
 
     def _reply(self, request: Frame) -> Frame:
         config = request.config
-        if request.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
+        if request.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *SCORED, *PHASES):
             raise InvalidMessageError(f"unknown request: {request.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
@@ -109,7 +113,7 @@ class SiteProcess:
         if self.experiments.limited[digest]:
             ledger.admit()
             masked = work.config.secure_aggregation == "required"
-            if request.kind in ("contribute", "evaluate") or (request.kind == "train" and not masked):
+            if request.kind in ("contribute", "evaluate", *SCORED) or (request.kind == "train" and not masked):
                 ledger.begin()  # of masked updates, only opened sums count
         if request.kind == "hello":
             reply = work.client_info(work.data)
@@ -120,6 +124,8 @@ class SiteProcess:
             return self.masks.reply(state.run, request)
         if request.kind == "evaluate":
             return work.reply_to_evaluate(request, state, received, ledger)
+        if request.kind in SCORED:
+            return SiteEvaluation(self.config.evaluate, folder / "evaluations" / digest, work).reply(request, state)
         index = read_integer(request.config, "rule_index")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
