@@ -207,7 +207,8 @@ class LocalSuperLink(RemoteSuperLink):
         for number, config in enumerate(self.experiments):
             project_files.write_file(folder / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
-        values = {"experiments": "experiments", "socket": socket_of}
+        everything = {"allow": ["global", "local", "personal", "foreign"], "share_local": True}  # it is a rehearsal
+        values = {"experiments": "experiments", "socket": socket_of, "evaluate": everything}
         project_files.write_file(folder / "site.yaml", project_files.site_yaml_values(name, client, **values))
         command = [sys.executable, "-P", "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
         self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))

@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from unskew.config.experiment import Experiment
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.server.audit_log import AuditLog, arrays_digest
@@ -168,8 +167,9 @@ def evaluate_run(
         trust_code: Whether code that the configuration names may be imported.
 
     Returns:
-        A dictionary per model, site and metric: ``model``, ``site``, ``client``, ``metric``, ``value``, ``low``, ``high``,
-        ``n`` and ``support``; ``value`` is None and ``reason`` says why if a site does not score a model.
+        A dictionary per model, site and metric: ``model``, for local models ``trained_at``, ``site``, ``client``,
+        ``metric``, ``value``, ``low``, ``high``, ``n`` and ``support``. If a site does not score a model, ``value`` is None
+        and ``reason`` says why.
 
     Raises:
         CheckpointError: If the folder contains no finished run.
@@ -253,40 +253,33 @@ class SiteEvaluator:
 
     def rows(self) -> list[Row]:
         """Return the metrics of each model at each site."""
-        plan, rows = self.plan, list[Row]()
-        models = [name for name in MODELS if name in plan.models or (plan.cross and name != "personal")]
+        plan, rows, alone = self.plan, list[Row](), dict[int, Scored]()
         model, last = encode_model(*final_model(self.opened.folder, self.opened.spec)), self._last_rounds()
-        alone: dict[int, Scored] = {}
-        for name in models:
-            if name == "local":
-                replies = alone = self._ask(
-                    name, self._clients, lambda k: Frame("local", self._fields(share=plan.cross))
-                )
-            else:
-                replies = self._ask(
-                    name,
-                    self._clients,
-                    lambda k, name=name: Frame(  # type: ignore[misc]
-                        "score", self._fields(model=name, accepted=last.get(k, -1)), {}, model
-                    ),
-                )
-            if name in plan.models or name == "global":
-                rows += [row for k in self._clients for row in self._rows(name, k, replies.get(k))]
-        for k in self._clients if plan.cross else ():
-            rows += self._cross(k, alone.get(k, Scored(reason="no reply")))
+        if "global" in plan.models or plan.cross:
+            rows += self._score("global", model, last)
+        if "local" in plan.models or plan.cross:
+            alone = self._ask("local", self._clients, lambda k: Frame("local", self._fields(share=plan.cross)))
+        if "personal" in plan.models:
+            rows += self._score("personal", model, last)
+        for k, own in alone.items():
+            replies = {k: own} | (self._foreign(k, own) if plan.cross else {})
+            rows += [row for client in sorted(replies) for row in self._rows("local", client, replies[client], k)]
         return rows
 
-    def _cross(self, trainer: int, own: Scored) -> list[Row]:
-        """Return the metrics of the model that one site has trained alone, at every site."""
-        label, others = f"local of {self._name(trainer)}", [k for k in self._clients if k != trainer]
-        missing = Scored(reason=own.reason or own.withheld)
-        replies = dict.fromkeys(others, missing)
-        if own.model:
-            self.sites.log("model shared", trainer, digest=arrays_digest(dict(own.model)))
-            fields = self._fields(model="foreign")
-            replies |= self._ask(label, others, lambda k: Frame("score", fields, {}, dict(own.model)))
-        replies[trainer] = own
-        return [row for k in self._clients for row in self._rows(label, k, replies.get(k))]
+    def _score(self, name: str, model: Mapping[str, Blob], last: Mapping[int, int]) -> list[Row]:
+        """Return the metrics of the global model, or of the personal ones, at each site."""
+        fields = {k: self._fields(model=name, accepted=last.get(k, -1)) for k in self._clients}
+        replies = self._ask(name, self._clients, lambda k: Frame("score", fields[k], {}, dict(model)))
+        return [row for k in self._clients for row in self._rows(name, k, replies[k])]
+
+    def _foreign(self, trainer: int, own: Scored) -> dict[int, Scored]:
+        """Return the metrics of the model that one site has trained alone, at the other sites."""
+        others = [k for k in self._clients if k != trainer]
+        if not own.model:
+            return dict.fromkeys(others, Scored(reason=own.reason or own.withheld))
+        self.sites.log("model shared", trainer, digest=arrays_digest(dict(own.model)))
+        request = Frame("score", self._fields(model="foreign"), {}, dict(own.model))
+        return self._ask(f"local of {self._name(trainer)}", others, lambda k: request)
 
     @property
     def _clients(self) -> list[int]:
@@ -316,17 +309,17 @@ class SiteEvaluator:
             partial(Scored.read, classes=classes),
             without="its metrics are missing",
         )
-        found = {}
+        found = {k: Scored(reason=f"There is no reply from {self._name(k)}.") for k in clients}
         for client, scored in replies:
             self.sites.log("evaluated", client, model=name, reason=scored.reason)
             found[client] = scored
         return found
 
-    def _rows(self, model: str, client: int, scored: Scored | None) -> list[Row]:
+    def _rows(self, model: str, client: int, scored: Scored, trainer: int | None = None) -> list[Row]:
         """Return a row per metric of a model at a site; one without value if the site has not scored it."""
         inputs, site = self.opened.inputs, self._name(client)
-        about = {"model": model, "site": site, "client": client}
-        scored = Scored(reason=f"There is no reply from {site}.") if scored is None else scored
+        about: Row = {"model": model, **({} if trainer is None else {"trained_at": self._name(trainer)})}
+        about |= {"site": site, "client": client}
         if scored.reason:
             scored_by = {"metric": inputs.objective.scored, "value": None, "low": None, "high": None, "n": None}
             return [{**about, **scored_by, "support": {}, "reason": scored.reason}]
