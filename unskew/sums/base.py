@@ -71,6 +71,23 @@ def has_shape(tensor: Tensor, shape: Sequence[int]) -> bool:
 
 
 @dataclass(frozen=True)
+class HeldOutScores:
+    """Scores of a model on the held-out rows of a client.
+
+    Attributes:
+        sums: Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
+        p: Probabilities, ``[n, C]``, or predictions.
+        y: True values.
+        decided: Predicted classes, ``[n]``; empty for other tasks.
+    """
+
+    sums: Tensor
+    p: np.ndarray
+    y: np.ndarray
+    decided: np.ndarray
+
+
+@dataclass(frozen=True)
 class ClientRows:
     """All training rows of a client, as kinds of sums use them. What a client does not have has no columns.
 
@@ -86,6 +103,7 @@ class ClientRows:
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
         gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
             single rows.
+        score: Returns the scores of a model, ``v [d]`` and ``b [m]``, on the client's held-out rows.
     """
 
     columns: tuple[str, ...] = ()
@@ -98,6 +116,7 @@ class ClientRows:
     x: Tensor | None = None
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
+    score: Callable[[Tensor, Tensor], HeldOutScores] | None = None
 
 
 class SumKind:
@@ -106,6 +125,8 @@ class SumKind:
     name: ClassVar[str]
     permission: ClassVar[str] = ""
     """Entry of ``statistics.allow`` in ``site.yaml`` that the kind needs; empty if the experiment itself needs it."""
+    scores_model: ClassVar[bool] = False
+    """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands: int64 for counts, float64 for sums.

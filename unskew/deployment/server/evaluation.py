@@ -9,7 +9,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -22,9 +22,11 @@ from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.data_exchange import remote_client
 from unskew.deployment.server.handshake import run_header
 from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
+from unskew.deployment.server.masked_evaluation import masked_rows
 from unskew.deployment.server.round_requests import ask_sites
 from unskew.deployment.server.run import owner_only_files
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.server.sum_exchange import SiteExchange
 from unskew.deployment.wire.fields import read_integer, read_metric
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, encode_record, printable
@@ -180,8 +182,13 @@ def evaluate_run(
     if not is_deployed(folder):
         raise ConfigError(f"The run in {folder} was simulated. Evaluate it on a file with unskew evaluate.")
     plan.check(opened)
-    with owner_only_files(), folder_lock(folder), connected_sites(opened, location, tell) as sites:
-        rows = SiteEvaluator(opened, plan, sites).rows()
+    with owner_only_files(), folder_lock(folder), connected_sites(opened, location, tell) as found:
+        if opened.config.secure_aggregation == "required":
+            exchange = SiteExchange(found.sites, found.frames, True, found.roster)
+            rows = masked_rows(exchange, *final_model(folder, opened.spec), opened.inputs, plan.level)
+            rows = [row for row in rows if plan.includes(row["metric"])]
+        else:
+            rows = SiteEvaluator(opened, plan, found.sites).rows()
         write_atomic(out or folder / NAME, (json.dumps(rows, indent=1) + "\n").encode())
     reasons = dict.fromkeys(str(row["reason"]) for row in rows if "reason" in row)
     if all("reason" in row for row in rows):
@@ -191,10 +198,18 @@ def evaluate_run(
     return rows
 
 
+class ConnectedSites(NamedTuple):
+    """Sites of a run: their manager, the first report of each client, and the public signing keys by client."""
+
+    sites: SiteManager
+    frames: dict[int, Frame]
+    roster: Mapping[int, Any]
+
+
 @contextmanager
 def connected_sites(
     opened: OpenedRun, location: RunLocation | RemoteSuperLink, tell: Callable[[str], None]
-) -> Iterator[SiteManager]:
+) -> Iterator[ConnectedSites]:
     """Context manager that connects to the sites of a finished run.
 
     Args:
@@ -224,10 +239,11 @@ def connected_sites(
         sites = SiteManager(connection, total, deployment.round_policy, tell, audit, deployment.excluded)
         sites.round = config.rounds
         within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
+        roster = superlink.roster()
         check = partial(remote_client, federation=reference, parameters=opened.spec.size)
-        registry = SiteRegistry(sites, 0, deployment.startup_timeout, check, deployment.exact, tell, superlink.roster())
-        wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
-        yield sites
+        registry = SiteRegistry(sites, 0, deployment.startup_timeout, check, deployment.exact, tell, roster)
+        frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
+        yield ConnectedSites(sites, frames, roster)
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error

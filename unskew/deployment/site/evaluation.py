@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from unskew.config.metrics import AUTO
+from unskew.deployment.common.small_counts import MIN_COUNT, reported_support
 from unskew.deployment.site.config import EvaluatePolicy
 from unskew.deployment.site.experiments import is_limited
 from unskew.deployment.site.received import ReceivedData
@@ -29,14 +32,14 @@ from unskew.engines.device import device_modes
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.messages import Broadcast, ClientState
 from unskew.runs.metrics import run_metrics
-from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.evaluate import Evaluator, truth_and_scores
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 from unskew.simulation.sampler import Sampler
+from unskew.sums.base import HeldOutScores
+from unskew.tasks.intervals import LEVEL
 from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet
 from unskew.tasks.primary_metric import RECALL
 
-MIN_COUNT = 10
-"""Smallest number of samples of a class that is reported."""
 MOST_RECALLS = 10
 """Maximum number of classes whose recalls are reported."""
 
@@ -83,13 +86,10 @@ class SiteEvaluation:
                 raise InvalidMessageError(f"it asks for the unknown model {name[:40]!r}")
         self._check_allowed(name, who)
         unshared = {key: value for key, value in request.config.items() if key != "share"}
-        path = self.folder / f"{request_digest(replace(request, config=unshared))}.bin"
+        path = self.folder / request_digest(replace(request, config=unshared))
         stored = read_reply(path)
         if stored is None:
-            if len([*self.folder.glob("*.bin")]) >= self.policy.max_models:
-                raise ConfigError(
-                    f"{who} has scored {self.policy.max_models} models of this experiment (evaluate.max_models in site.yaml)."
-                )
+            self._check_number()
             stored = "", self._evaluated(name, request, state)
             write_reply(path, *stored)
         reply = stored[1]
@@ -100,10 +100,35 @@ class SiteEvaluation:
             return replace(reply, config={**reply.config, "withheld": reason}, arrays={})
         return reply
 
-    def _check_allowed(self, name: str, who: str) -> None:
+    def admit_sum(self, key: str) -> None:
+        """Validate that the site scores the global model for a sum over all sites, and count it.
+
+        Args:
+            key: Digest of the requests.
+
+        Raises:
+            ConfigError: If it does not.
+        """
+        who = f"The site {self.work.site.name}"
+        if self.work.config.secure_aggregation != "required" or self.work.noise is not None:
+            raise ConfigError(f"{who} sends sums over its predictions only under secure aggregation, without noise.")
+        self._check_allowed("global", who, masked=True)
+        if not (self.folder / key).exists():
+            self._check_number()
+            write_reply(self.folder / key, "", Frame("sums"))
+
+    def _check_number(self) -> None:
+        """Validate that the site may score one more model (raises ``ConfigError`` otherwise)."""
+        most = self.policy.max_models
+        if self.folder.is_dir() and len([*self.folder.iterdir()]) >= most:
+            raise ConfigError(
+                f"The site {self.work.site.name} has scored {most} models of this experiment (evaluate.max_models in site.yaml)."
+            )
+
+    def _check_allowed(self, name: str, who: str, masked: bool = False) -> None:
         """Validate that the site may score a model (raises ``ConfigError`` otherwise)."""
         work = self.work
-        if work.config.secure_aggregation == "required":
+        if work.config.secure_aggregation == "required" and not masked:
             raise ConfigError(f"{who} sends metrics of this experiment only as masked sums over all sites.")
         if name not in self.policy.allow:
             allowed = ", ".join(dict.fromkeys([*self.policy.allow, name]))
@@ -112,7 +137,7 @@ class SiteEvaluation:
             raise ConfigError(
                 f"{who} trains no local model, because it would lack the privacy of {work.config.method}."
             )
-        if not len(work.data.y_test):
+        if not masked and not len(work.data.y_test):
             raise ConfigError(
                 f"{who} has no held-out samples. Set holdout in the experiment, or give its data a test split."
             )
@@ -131,7 +156,7 @@ class SiteEvaluation:
             counts = federation.objective.counts(y.cpu(), work.reference.counted).tolist()
             support = reported_support(counts, MIN_COUNT, exclusive=y.dim() == 1)
         for label, count in zip(federation.names, support, strict=False):
-            if not count.isdigit():  # from its value, the number of samples could be computed
+            if not count.isdigit():  # the number of samples could follow from the value
                 metrics = {key: value for key, value in metrics.items() if not is_recall(key, label)}
         names = [name for name in metric_set.with_intervals if name in metrics]
         config = {"client": work.site.client, "num_samples": len(y), "support": support, "metrics": names}
@@ -153,9 +178,7 @@ def requested_model(work: SiteTrainer, name: str, request: Frame, state: SiteSta
     """
     spec = work.spec
     check_records(request, ("model",))
-    sent, norm = decode_record(request, "model"), work.wire_context.norm
-    v = check_tensor("model/v", sent.get("v"), spec.flatten(), spec.size, norm)
-    b = check_tensor("model/b", sent.get("b"), spec.flatten_buffers(), sum(spec.buffer_sizes), norm)
+    v, b = check_model(decode_record(request, "model"), work)
     if name == "foreign":
         return v, b
     own = name == "personal"
@@ -167,6 +190,41 @@ def requested_model(work: SiteTrainer, name: str, request: Frame, state: SiteSta
     if own or work.config.buffers == "local":
         kept = state.after(read_accepted(request), forget=False)
     return serving_model(work.method, spec, work.config.buffers, kept, v, b, own)
+
+
+def check_model(sent: Mapping[str, Tensor], work: SiteTrainer) -> tuple[Tensor, Tensor]:
+    """Validate a received model and return it, ``v [d]`` and ``b [m]`` (raises ``InvalidMessageError`` otherwise)."""
+    spec, norm = work.spec, work.wire_context.norm
+    v = check_tensor("model/v", sent.get("v"), spec.flatten(), spec.size, norm)
+    return v, check_tensor("model/b", sent.get("b"), spec.flatten_buffers(), sum(spec.buffer_sizes), norm)
+
+
+def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
+    """Return the scores of the global model on the site's held-out samples, for masked sums.
+
+    Args:
+        work: Trainer of the experiment.
+        v: Parameters, ``[d]``.
+        b: Buffers, ``[m]``.
+
+    Raises:
+        InvalidMessageError: If the model does not have the size of the experiment's.
+    """
+    data, task = work.data, work.evaluator.task
+    v, b = check_model({"v": v, "b": b}, work)
+    if not len(data.y_test):
+        tally = task.tally(torch.zeros(1, work.original.classes), data.y[:1])  # for its size
+        sums, p, y = (
+            torch.zeros(3 + tally.numel(), dtype=torch.float64),
+            np.zeros((0, work.original.classes)),
+            np.zeros(0, int),
+        )
+        return HeldOutScores(sums, p, y, y)
+    sums, logits = work.evaluator.client_sums(v, b, data)
+    if task.name != "classification":
+        return HeldOutScores(sums, np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
+    y, p = truth_and_scores(task, logits, data.y_test)
+    return HeldOutScores(sums, p, y, every_metric(work, LEVEL).decided(p))
 
 
 def every_metric(work: SiteTrainer, level: float) -> MetricSet:
@@ -188,24 +246,6 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
     computed = run_metrics(config, federation).computed
     intervals = (task.scored, "loss", *task.extra_metrics, *computed.names)
     return replace(computed, with_intervals=tuple(dict.fromkeys(intervals)), level=level)
-
-
-def reported_support(counts: Sequence[int], least: int, exclusive: bool = True) -> list[str]:
-    """Return the numbers of samples per class as text: ``<10`` for small ones, and empty if they would reveal a small one.
-
-    Args:
-        counts: Number of samples of each class.
-        least: Smallest number that is reported.
-        exclusive: Whether every sample has one class, so that a single missing number follows from the others.
-
-    >>> reported_support([3, 40, 20], 10), reported_support([3, 40, 2], 10)
-    (['<10', '40', ''], ['<10', '40', '<10'])
-    """
-    shown = [str(count) if count >= least else f"<{least}" for count in counts]
-    large = [index for index, count in enumerate(counts) if count >= least]
-    if exclusive and large and len(counts) - len(large) == 1:
-        shown[min(large, key=lambda index: counts[index])] = ""
-    return shown
 
 
 def is_recall(key: str, label: str) -> bool:

@@ -7,20 +7,21 @@ import hashlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from unskew.deployment.common.agreement import PROTOCOL, software_versions
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
-from unskew.deployment.site.evaluation import SiteEvaluation
+from unskew.deployment.site.evaluation import SiteEvaluation, held_out_scores
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import masked_reply, plain_reply
+from unskew.deployment.site.sums import masked_reply, plain_reply, requests_key
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -121,9 +122,14 @@ class SiteProcess:
         if request.kind == "hello":
             reply = work.client_info(work.data)
             return self._with_site_info(request, reply)
+        evaluation = SiteEvaluation(self.config.evaluate, folder / "evaluations" / digest, work)
         if request.kind == "sums":
-            samples = self.experiments.samples(digest, work.reference)
+            samples, requests = self.experiments.samples(digest, work.reference), decode_requests(request)
+            if any(SUMS[one.kind].scores_model for one in requests):
+                ledger.begin()
+                evaluation.admit_sum(requests_key(digest, requests))
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            rows = replace(rows, score=partial(held_out_scores, work))
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -132,7 +138,7 @@ class SiteProcess:
         if request.kind == "evaluate":
             return work.reply_to_evaluate(request, state, received, ledger)
         if request.kind in SCORED:
-            return SiteEvaluation(self.config.evaluate, folder / "evaluations" / digest, work).reply(request, state)
+            return evaluation.reply(request, state)
         index = read_integer(request.config, "rule_index")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")
