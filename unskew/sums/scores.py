@@ -54,4 +54,6 @@ class Scores(SumKind):
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
-        return f"of the model's predictions: tallies, confusion matrix, and numbers of samples in {CELLS} cells of probability"
+        return (
+            f"of the model's predictions: tallies, confusion matrix, numbers of samples in {CELLS} cells of probability"
+        )

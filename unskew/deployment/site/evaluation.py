@@ -122,7 +122,8 @@ class SiteEvaluation:
         most = self.policy.max_models
         if self.folder.is_dir() and len([*self.folder.iterdir()]) >= most:
             raise ConfigError(
-                f"The site {self.work.site.name} has scored {most} models of this experiment (evaluate.max_models in site.yaml)."
+                f"The site {self.work.site.name} has scored {most} models of this experiment, the evaluate.max_models of its "
+                "site.yaml."
             )
 
     def _check_allowed(self, name: str, who: str, masked: bool = False) -> None:
