@@ -14,17 +14,22 @@ TALLIES = 3
 
 
 class Scores(SumKind):
-    """Tallies of a model's predictions; of a classifier, also its confusion matrix and samples in cells of probability.
-
-    The arguments are ``classes``, 0 for other tasks, and ``tally``, the length of the task's tally; the tensors are the model
-    ``v [d]`` and its buffers ``b [m]``.
-    """
+    """Tallies of a model's predictions on held-out rows; of a classifier, also confusions and rows in cells of probability."""
 
     name = "scores"
     scores_model = True
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return a client's summands."""
+        """Return a client's summands.
+
+        Args:
+            rows: Rows of the client.
+            request: Request with the arguments ``classes``, 0 for other tasks, and ``tally``, the length of the task's tally;
+                its tensors are the model ``v [d]`` and the buffers ``b [m]``.
+
+        Raises:
+            DataError: If there is no model.
+        """
         if rows.score is None or {*request.tensors} != {"v", "b"}:
             raise DataError("The request for scores has no model, or the model is not known here yet.")
         found, classes = rows.score(request.tensors["v"], request.tensors["b"]), int(request.args["classes"])
