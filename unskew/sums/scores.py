@@ -14,7 +14,7 @@ TALLIES = 3
 
 
 class Scores(SumKind):
-    """Tallies of a model's predictions on held-out rows; of a classifier, also confusions and rows in cells of probability."""
+    """Tallies of a model's predictions on held-out rows; of a classifier, also confusions and cells of probability."""
 
     name = "scores"
     scores_model = True
