@@ -226,7 +226,11 @@ def connected_sites(
     if isinstance(location, RunLocation) and location.local not in (None, total):
         raise ConfigError(f"--local {location.local} does not match the {total} clients of the run.")
     # The schema of the run, not one of today's data: the model expects its inputs as they were encoded then.
-    reference = replace(empty_federation(opened.inputs), trained_for=opened.inputs.objective)
+    reference = replace(
+        empty_federation(opened.inputs),
+        trained_for=opened.inputs.objective,
+        counts_known=config.secure_aggregation != "required",
+    )
     header = run_header(config, DataSchema.of(reference))
     superlink = location.superlink(folder, config, True) if isinstance(location, RunLocation) else location
     within = ExitStack()
