@@ -227,3 +227,49 @@ def run(
         follower: Any = ProgressLine(progress, checked.method, columns=True)
         result = run_deployed(checked, deployment, where, [follower], tell, location)
     show(result, where, console, as_json)
+
+
+@deploy.command()
+def evaluate(
+    run: Annotated[Path, typer.Argument(parser=parse_path, metavar="RUN")],
+    models: str = "global",
+    cross: bool = False,
+    metrics: str = "",
+    level: float = 0.95,
+    local: LocalSites = None,
+    folder: DeploymentFolder = None,
+    superlink: SuperLinkAddress = None,
+    out: Path | None = None,
+    trust_code: TrustCode = False,
+    as_json: AsJson = False,
+) -> None:
+    """Evaluate the models of a finished run at its sites; only metrics leave a site, no predictions.
+
+    Options:
+        run: Folder of a finished run.
+        models: Models to evaluate, separated by commas: global, local (trained at each site alone), personal.
+        cross: Also evaluate the model that each site has trained alone at every other site.
+        metrics: Metrics to report, separated by commas, such as accuracy,auroc; all by default.
+        level: Level of the intervals.
+        out: Write the metrics to this JSON file; evaluation.json in the run folder by default.
+    """
+    from unskew.cli.evaluate import site_tables
+    from unskew.deployment.flower.superlinks import RunLocation
+    from unskew.deployment.server.evaluation import POOLED, EvaluationPlan, evaluate_run
+
+    location, console = RunLocation(local, folder, superlink), console_for(as_json)
+    location.check()
+    names, chosen = ([name.strip() for name in text.split(",") if name.strip()] for text in (models, metrics))
+
+    def tell(text: str) -> None:
+        console.print(text, highlight=False, soft_wrap=True)
+
+    if "pooled" in names:
+        tell(POOLED)
+    plan = EvaluationPlan(tuple(name for name in names if name != "pooled"), cross, tuple(chosen), level)
+    rows = evaluate_run(run, plan, location, tell, out, trust_code)
+    if as_json:
+        print_json(rows)
+        return
+    for table in site_tables(rows):
+        console.print(table)

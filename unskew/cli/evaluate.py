@@ -108,3 +108,42 @@ def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: Input
         values = [cell(row[name]).append(f" ({ends(row, name)})" if ends(row, name) else "") for name in names]
         table.add_row(cell(row["group"]), cell(row["rows"]), *values)
     return table
+
+
+def site_tables(rows: list[dict[str, Any]]) -> list[Table]:
+    """Build the tables of ``unskew deploy evaluate``: metrics per model and site, and the matrix of sites.
+
+    Args:
+        rows: Metrics of each model at each site.
+    """
+    from unskew.cli.fit_table import table_of
+    from unskew.tasks.formatting import interval_text, value_text
+    from unskew.tasks.primary_metric import metric_info
+
+    def text(row: dict[str, Any] | None, interval: bool = True) -> str:
+        if row is None or row["value"] is None:
+            return "-"
+        info = metric_info(row["metric"])
+        ends = interval_text(info, None if row["low"] is None else (row["low"], row["high"]))
+        return f"{value_text(info, row['value'], sign='')}{f' ({ends})' if ends and interval else ''}"
+
+    sites, metrics = (list(dict.fromkeys(row[name] for row in rows)) for name in ("site", "metric"))
+    cells = {(row["model"], row.get("trained_at"), row["site"], row["metric"]): row for row in rows}
+    infos = [metric_info(name) for name in metrics]
+    titles = [info.title + (", %" if info.percent else "") for info in infos]
+    lines = []
+    for model in dict.fromkeys(row["model"] for row in rows):
+        for site in sites:
+            found = [cells.get((model, site if model == "local" else None, site, name)) for name in metrics]
+            n = next((str(row["n"]) for row in found if row is not None and row["n"] is not None), "-")
+            lines.append([escape_controls(cell) for cell in (model, site, n, *map(text, found))])
+    tables: list[Table] = [table_of(("model", "site", "samples", *titles), lines)]
+    if any(row.get("trained_at") not in (None, row["site"]) for row in rows):
+        models = [("global", "global", None), *((f"local of {site}", "local", site) for site in sites)]
+        matrix = [
+            [label, *(text(cells.get((model, trainer, site, metrics[0])), interval=False) for site in sites)]
+            for label, model, trainer in models
+        ]
+        title = f"{titles[0]}: each model (rows) on the held-out samples of each site (columns)"
+        tables.append(table_of(("model", *sites), matrix, title))
+    return tables

@@ -12,11 +12,12 @@ import yaml
 from unskew.comparison.benefit import FEWEST, client_label
 from unskew.errors import abbreviate
 from unskew.json_models import read_model
-from unskew.reporting import chart_data, run_description, tables
+from unskew.reporting import chart_data, run_description, site_evaluation, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.section_errors import guard_section, section_html
+from unskew.reporting.site_evaluation import TITLE as EVALUATION
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
 from unskew.reporting.verdict import verdict
@@ -49,6 +50,7 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
         "measured": guard_section(MEASUREMENTS, lambda: chart_data.diagnostic_charts(part), lambda _: measured),
         "holdings": guard_section(LABELS, lambda: label_distributions(part), lambda _: []),
         "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
+        "evaluations": guard_section(EVALUATION, lambda: site_evaluation.evaluation_charts(part), lambda _: []),
         "classifier": guard_section("Classifier", lambda: chart_data.classifier_curves(part), lambda _: classifier),
         "axes": {
             name: chart_data.axis_title(entry, " on a client's own data")
@@ -78,6 +80,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         ("Paired differences", partial(_differences, part)),
         (LABELS, partial(_label_distribution, shown["holdings"], group)),
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
+        (EVALUATION, partial(_evaluation, part, shown["evaluations"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
         ("Coefficients", partial(_coefficients, part)),
         ("Cost", partial(_costs, part)),
@@ -172,6 +175,21 @@ def _clients(part: RunGroup, shown: Mapping[str, Any]) -> str:
     if part.at_clients.name == "r2":
         notes.append("The R² of a client divides by the variance of all clients' targets, not of its own.")
     return render_section("clients", title=title, choices=choices, entry=table, note=" ".join(notes))
+
+
+def _evaluation(part: RunGroup, shown: Sequence[Mapping[str, Any]]) -> str:
+    table = site_evaluation.evaluation_table(part)
+    if table is None:
+        return ""
+    titles = {name: title.partition(" on ")[0] for chart in shown for name, title in chart["metrics"].items()}
+    return render_section(
+        "evaluation",
+        runs=[chart["title"] for chart in shown],
+        metrics=titles,
+        matrix=any(chart["matrix"] for chart in shown),
+        entry=table,
+        reasons=site_evaluation.refusals(part),
+    )
 
 
 def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:

@@ -18,7 +18,7 @@ from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_scores import ClientScores
 from unskew.tasks.base import Task
-from unskew.tasks.intervals import interval95, metric_interval
+from unskew.tasks.intervals import metric_interval, student_interval
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.regression import Regression
 
@@ -191,7 +191,7 @@ class Evaluator:
         intervals: dict[str, float] = {}
         for name in metric_set.with_intervals:
             if name == Regression.scored:
-                interval = interval95(task.correct(logits, y).tolist())
+                interval = student_interval(task.correct(logits, y).tolist(), metric_set.level)
             else:
                 interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
             low, high = interval or (np.nan, np.nan)
@@ -283,6 +283,23 @@ class Evaluator:
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
+
+    def client_sums(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[Tensor, list[Tensor]]:
+        """Return sums over a client's held-out samples, and their logits in parts; without logits for language models.
+
+        Args:
+            v: Parameters of the model, ``[d]``.
+            b: Buffers of the model, ``[m]``.
+            client: Data of the client.
+
+        Returns:
+            Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
+        """
+        logits_list: list[Tensor] | None = None if self.task.name == "language" else []
+        samples = [client.x_test], [client.y_test]
+        right, scored, losses, tally = self._samples(v, b, *samples, single=True, logits_list=logits_list)
+        sums = torch.stack([scored.sum(), (right * scored).sum(), losses.sum()])
+        return torch.cat([sums, tally.reshape(-1).to(torch.float64)]).cpu(), logits_list or []
 
     def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
         """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.

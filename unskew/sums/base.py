@@ -104,6 +104,23 @@ class Computed(Mapping[str, Value]):
 
 
 @dataclass(frozen=True)
+class HeldOutScores:
+    """Scores of a model on the held-out rows of a client.
+
+    Attributes:
+        sums: Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
+        p: Probabilities, ``[n, C]``, or predictions.
+        y: True values.
+        decided: Predicted classes, ``[n]``; empty for other tasks.
+    """
+
+    sums: Tensor
+    p: np.ndarray
+    y: np.ndarray
+    decided: np.ndarray
+
+
+@dataclass(frozen=True)
 class ClientRows:
     """All training rows of a client, as kinds of sums use them. What a client does not have has no columns.
 
@@ -119,6 +136,7 @@ class ClientRows:
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
         gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
             single rows.
+        score: Returns the scores of a model, ``v [d]`` and ``b [m]``, on the client's held-out rows.
     """
 
     columns: tuple[str, ...] = ()
@@ -131,6 +149,7 @@ class ClientRows:
     x: Tensor | None = None
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
+    score: Callable[[Tensor, Tensor], HeldOutScores] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -159,6 +178,8 @@ class SumKind:
     """Model of ``SumRequest.args``."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
+    scores_model: ClassVar[bool] = False
+    """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands: int64 for counts, float64 for sums.

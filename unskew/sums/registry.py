@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, fisher, skew
+from unskew.sums import columns, fisher, scores, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -24,6 +24,7 @@ SUMS: dict[str, SumKind] = {
         skew.Gradient(),
         skew.LabelProducts(),
         skew.LabelScatter(),
+        scores.Scores(),
     )
 }
 PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")

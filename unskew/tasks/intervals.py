@@ -1,4 +1,4 @@
-"""95 % confidence intervals of metrics: Wilson, DeLong, bootstrap, and Student's t for means.
+"""Confidence intervals of metrics, 95 % unless another level is set: Wilson, DeLong, bootstrap, Student's t for means.
 
 They describe the sampling error of the samples on which a single model is evaluated, not the spread over seeds. Wilson
 1927 (JASA 22); DeLong, DeLong, Clarke-Pearson 1988 (Biometrics 44), on the logit scale; percentiles of Efron's
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from statistics import NormalDist
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ Interval = tuple[float, float] | None
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Maps counts ``[r, n]``, the occurrences of each sample in each resample, to the metric of each resample, ``[r]``."""
 
+LEVEL = 0.95
+"""Default level."""
 NORMAL_95 = 1.959963984540054
 """Quantile of the normal distribution at 97.5 %."""
 TWO_SIDED_95 = (
@@ -46,61 +49,94 @@ def student_95(n: int) -> float:
     return TWO_SIDED_95[min(n - 2, len(TWO_SIDED_95) - 1)]
 
 
+def normal_quantile(level: float) -> float:
+    """Return the quantile of the normal distribution at ``(1 + level) / 2``."""
+    return NORMAL_95 if level == LEVEL else NormalDist().inv_cdf((1 + level) / 2)
+
+
 def interval95(values: Sequence[float]) -> Interval:
-    """Return the interval of the mean of normal values, ``mean -+ t s / sqrt(n)``; None for fewer than two values.
+    """Return the 95 % interval of the mean of normal values, see ``student_interval``.
 
     >>> interval95([1.0, 2.0, 3.0])
     (-0.484..., 4.484...)
     """
+    return student_interval(values)
+
+
+def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+    """Return the interval of the mean of normal values, ``mean -+ t s / sqrt(n)``; None for fewer than two values.
+
+    Args:
+        values: Values.
+        level: Level of the interval.
+    """
     n = len(values)
     if n < 2:
         return None
+    quantile = student_95(n)
+    if level != LEVEL:
+        from scipy.special import stdtrit
+
+        quantile = float(stdtrit(n - 1, (1 + level) / 2))
     mean = math.fsum(values) / n
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
-    half = student_95(n) * std / math.sqrt(n)
+    half = quantile * std / math.sqrt(n)
     return mean - half, mean + half
 
 
-def wilson_interval(hits: int, n: int) -> Interval:
+def wilson_interval(hits: int, n: int, level: float = LEVEL) -> Interval:
     """Return the Wilson score interval of a share.
 
     Args:
         hits: Number of successes.
         n: Number of trials; there is no interval for 0.
+        level: Level of the interval.
 
     >>> wilson_interval(9, 10)
     (0.5958..., 0.9821...)
     """
     if not n:
         return None
-    share, widening = hits / n, NORMAL_95**2 / n
+    quantile = normal_quantile(level)
+    share, widening = hits / n, quantile**2 / n
     center = (share + widening / 2) / (1 + widening)
-    half = NORMAL_95 * math.sqrt(share * (1 - share) / n + widening / (4 * n)) / (1 + widening)
+    half = quantile * math.sqrt(share * (1 - share) / n + widening / (4 * n)) / (1 + widening)
     # Rounding must not move the ends away from 0 and 1, which they reach exactly.
     return (0.0 if hits == 0 else center - half), (1.0 if hits == n else center + half)
 
 
-def auroc_interval(positive: np.ndarray, scores: np.ndarray) -> Interval:
+def auroc_interval(positive: np.ndarray, scores: np.ndarray, level: float = LEVEL) -> Interval:
     """Return DeLong's interval of the AUROC on the logit scale; None with fewer than two samples of a class.
-
-    The variance of an AUROC of 1 is estimated as 0. Its interval is then Wilson's for as many trials as the smaller class
-    has samples: that many pairs are independent, and all of them are ranked correctly. The same holds for 0.
 
     Args:
         positive: Whether each sample is positive, ``[n]``.
         scores: Scores, ``[n]``.
+        level: Level of the interval.
     """
     above, below = np.sort(scores[positive]), np.sort(scores[~positive])
     if min(len(above), len(below)) < 2:
         return None
     wins = (np.searchsorted(below, above, "left") + np.searchsorted(below, above, "right")) / (2 * len(below))
     losses = (np.searchsorted(above, below, "left") + np.searchsorted(above, below, "right")) / (2 * len(above))
-    area = float(wins.mean())
+    variance = float(wins.var(ddof=1) / len(above) + losses.var(ddof=1) / len(below))
+    return delong_interval(float(wins.mean()), variance, min(len(above), len(below)), level)
+
+
+def delong_interval(area: float, variance: float, fewest: int, level: float = LEVEL) -> Interval:
+    """Return the interval of an AUROC with a known variance, on the logit scale.
+
+    The variance of an AUROC of 1 is estimated as 0. Its interval is then Wilson's for as many trials as the smaller class
+    has samples: that many pairs are independent, and all of them are ranked correctly. The same holds for 0.
+
+    Args:
+        area: The AUROC.
+        variance: DeLong's variance.
+        fewest: Number of samples of the smaller class.
+        level: Level of the interval.
+    """
     if area in (0.0, 1.0):
-        pairs = min(len(above), len(below))
-        return wilson_interval(int(area) * pairs, pairs)
-    variance = wins.var(ddof=1) / len(above) + losses.var(ddof=1) / len(below)
-    center, half = math.log(area / (1 - area)), NORMAL_95 * math.sqrt(variance) / (area * (1 - area))
+        return wilson_interval(int(area) * fewest, fewest, level)
+    center, half = math.log(area / (1 - area)), normal_quantile(level) * math.sqrt(variance) / (area * (1 - area))
     return 1 / (1 + math.exp(half - center)), 1 / (1 + math.exp(-half - center))
 
 
@@ -123,7 +159,7 @@ def mean_statistic(values: np.ndarray) -> Statistic:
     return lambda counts: counts @ values / counts.sum(1)
 
 
-def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
+def bootstrap_interval(statistic: Statistic, groups: np.ndarray, level: float = LEVEL) -> Interval:
     """Return the percentile interval of a statistic over resampled groups.
 
     There is none for fewer than two groups, if too many resamples leave the statistic undefined, or if all give the same
@@ -132,6 +168,7 @@ def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
     Args:
         statistic: Statistic of resamples; NaN if undefined.
         groups: Group of each sample, ``[n]``. Groups are drawn as a whole; different numbers resample single samples.
+        level: Level of the interval.
     """
     if len(groups) < 2:
         return None
@@ -139,7 +176,7 @@ def bootstrap_interval(statistic: Statistic, groups: np.ndarray) -> Interval:
     values = values[np.isfinite(values)]
     if len(values) < DEFINED * RESAMPLES or np.ptp(values) == 0:
         return None
-    low, high = np.percentile(values, [2.5, 97.5])
+    low, high = np.percentile(values, [2.5, 97.5] if level == LEVEL else [50 - 50 * level, 50 + 50 * level])
     return float(low), float(high)
 
 
@@ -170,7 +207,7 @@ def metric_interval(
     groups: np.ndarray | None = None,
     bootstrap: bool = True,
 ) -> Interval:
-    """Return the 95 % interval of a metric, given the predictions for some samples.
+    """Return the interval of a metric, given the predictions for some samples.
 
     Accuracy and recall have Wilson's interval, the AUROC of two classes DeLong's, and all other metrics the bootstrap's.
     With groups, whose samples depend on each other, every interval is the bootstrap's. Custom metrics and metrics of
@@ -181,7 +218,7 @@ def metric_interval(
         task: Task of the model.
         y: True values, as in ``MetricSet.of``.
         scores: Probabilities, or predictions in the targets' units, as in ``MetricSet.of``.
-        metrics: Class names and positive class.
+        metrics: Class names, positive class and level of the interval.
         groups: Group of each sample, such as the patient, ``[n]``; None if samples are independent.
         bootstrap: Whether to resample samples; otherwise the metrics that need it have no interval.
     """
@@ -196,13 +233,13 @@ def metric_interval(
             right = predictions.decided == y
             if name != "accuracy":
                 right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
-            return wilson_interval(int(right.sum()), len(right))
+            return wilson_interval(int(right.sum()), len(right), metrics.level)
         if groups is None and name == "auroc" and predictions.positive is not None:
-            return auroc_interval(*predictions.positive)
+            return auroc_interval(*predictions.positive, metrics.level)
         statistic = class_statistic(name, predictions, metrics.class_names)
     if statistic is None or not bootstrap or len(y) * ranked > MOST_SAMPLES:
         return None
-    return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups)
+    return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups, metrics.level)
 
 
 def class_statistic(name: str, predictions: ClassPredictions, class_names: Sequence[str] = ()) -> Statistic | None:

@@ -207,6 +207,7 @@ class MetricSet:
         positive: Number of the positive one of two classes.
         trained_with: Class weights of the training, for which the probabilities are corrected; empty means none.
         with_intervals: Names of the metrics whose intervals a run reports.
+        level: Level of the intervals.
     """
 
     known: tuple[str, ...] = ()
@@ -215,6 +216,7 @@ class MetricSet:
     positive: int = 1
     trained_with: tuple[float, ...] = ()
     with_intervals: tuple[str, ...] = ()
+    level: float = 0.95
 
     def __bool__(self) -> bool:
         return bool(self.known or self.own)

@@ -208,9 +208,12 @@ class LocalSuperLink(RemoteSuperLink):
         for number, config in enumerate(self.experiments):
             project_files.write_file(folder / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
-        # The server has the data of these sites itself, so that they send every statistic as it is.
-        statistics = {"allow": [*PERMISSIONS], "min_count": 1}
-        values = {"experiments": "experiments", "socket": socket_of, "statistics": statistics}
+        # The server has the data of these sites itself, so that they send every statistic as it is, and every model.
+        rules = {
+            "statistics": {"allow": [*PERMISSIONS], "min_count": 1},
+            "evaluate": {"allow": ["global", "local", "personal", "foreign"], "share_local": True},
+        }
+        values = {"experiments": "experiments", "socket": socket_of, **rules}
         project_files.write_file(folder / "site.yaml", project_files.site_yaml_values(name, client, **values))
         command = [sys.executable, "-P", "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
         self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))

@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
@@ -119,6 +119,72 @@ def plan_over_sites(config: Experiment, deployment: Deployment, location: RunLoc
     return SitesPlan(deployment, drawn, match_model_input_range(reference, run.spec), run, total)
 
 
+class JoinedSites(NamedTuple):
+    """Sites that have joined: their manager and registry, the signing keys by client, and the first report of each."""
+
+    sites: SiteManager
+    registry: SiteRegistry
+    roster: Mapping[int, Any]
+    frames: dict[int, Frame]
+
+
+@contextmanager
+def joined_sites(
+    superlink: RemoteSuperLink,
+    deployment: Deployment,
+    folder: Path,
+    total: int,
+    header: dict[str, Any],
+    check: Callable[[int, Frame], object],
+    rounds: int = 0,
+    masked: bool = False,
+    warn: Callable[[str], None] = print,
+    tell: Callable[[str], None] = print,
+) -> Iterator[JoinedSites]:
+    """Context manager that opens the SuperLink and waits for the sites.
+
+    Args:
+        superlink: The SuperLink.
+        deployment: Configuration of the deployment.
+        folder: Folder of the run, for its audit log and its commands.
+        total: Number of clients.
+        header: Header of each message.
+        check: Validates a site's first report.
+        rounds: Number of rounds to which the sites must have agreed.
+        masked: Whether each site needs a signing key in the roster.
+        warn: Called with warnings.
+        tell: Called with progress messages.
+
+    Raises:
+        ConfigError: If keys are missing.
+        EngineError: If the SuperLink or sites cannot be reached.
+    """
+    within = ExitStack()
+    try:
+        tell(f"Waiting for {total} sites; to see which are connected, run unskew deploy status {folder}.")
+        link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
+        connection = SiteConnection(link, partial(superlink.reopen, deployment.startup_timeout), deployment.run, header)
+        audit = within.enter_context(closing(AuditLog(folder)))
+        sites = SiteManager(connection, total, deployment.round_policy, warn, audit, deployment.excluded)
+        within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
+        roster = superlink.roster()
+        if masked and not {*range(total)} <= {*roster}:
+            raise ConfigError(
+                f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing keys of all {total} "
+                "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
+            )
+        registry = SiteRegistry(sites, rounds, deployment.startup_timeout, check, deployment.exact, tell, roster)
+        frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
+        yield JoinedSites(sites, registry, roster, frames)
+    except EngineError as error:
+        why = superlink.why()
+        raise EngineError(f"{error}\n{why}" if why else str(error)) from error
+    finally:
+        within.close()
+        superlink.close()
+    superlink.forget()
+
+
 @contextmanager
 def connected_sites(
     plan: SitesPlan,
@@ -142,48 +208,14 @@ def connected_sites(
         ConfigError: If keys are missing, or the data of a site do not fit the experiment.
         EngineError: If the SuperLink or sites cannot be reached.
     """
-    deployment, reference, total = plan.deployment, plan.reference, plan.total
-    config, method, spec = plan.run.config, plan.run.method, plan.run.spec
+    reference, config, method, spec = plan.reference, plan.run.config, plan.run.method, plan.run.spec
     superlink = location.superlink(folder, config, again) if isinstance(location, RunLocation) else location
     folder.chmod(0o700)  # the folder contains metrics of single sites
-    within = ExitStack()
-    try:
-        tell(f"Waiting for {total} sites; to see which are connected, run unskew deploy status {folder}.")
-        link = superlink.open(int(deployment.max_message_mb * 1e6), deployment.startup_timeout)
-        reopen = partial(superlink.reopen, deployment.startup_timeout)
-        sites = SiteManager(
-            SiteConnection(link, reopen, deployment.run, initial_header(config, reference)),
-            total,
-            deployment.round_policy,
-            warn,
-            within.enter_context(closing(AuditLog(folder))),
-            deployment.excluded,
-        )
-        within.enter_context(closing(ControlSocket(folder, sites, partial(deployment.write_excluded, folder))))
-        roster = superlink.roster()
-        if config.secure_aggregation == "required" and not {*range(total)} <= {*roster}:
-            raise ConfigError(
-                f"secure_aggregation=required needs {FILE} in the deployment's folder, with the signing keys of all {total} "
-                "clients: the file that the sites' operators have exchanged (docs/deployment.md)."
-            )
-        registry = SiteRegistry(
-            sites,
-            config.rounds,
-            deployment.startup_timeout,
-            report_validator(reference, spec),
-            deployment.exact,
-            tell,
-            roster,
-        )
-        frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
+    masked, header = config.secure_aggregation == "required", initial_header(config, reference)
+    check, about = report_validator(reference, spec), (config.rounds, masked, warn, tell)
+    with joined_sites(superlink, plan.deployment, folder, plan.total, header, check, *about) as joined:
+        sites, registry, roster, frames = joined
         federation, spec = agree_on_data_and_model(
-            config, deployment, method, plan.drawn, reference, spec, frames, sites, roster
+            config, plan.deployment, method, plan.drawn, reference, spec, frames, sites, roster
         )
         yield ConnectedSites(sites, registry, roster, replace(plan.run, federation=federation, spec=spec), frames)
-    except EngineError as error:
-        why = superlink.why()
-        raise EngineError(f"{error}\n{why}" if why else str(error)) from error
-    finally:
-        within.close()
-        superlink.close()
-    superlink.forget()

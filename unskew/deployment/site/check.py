@@ -130,6 +130,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     if work.noise is None:
         scored = work.original.objective.scored
         yield Finding("sent at the end", None, f"{scored} and loss on the held-out samples")
+    yield Finding("sent afterwards", None, evaluation_text(work))
     for rule in work.method.data:
         yield Finding(
             "sent once", None, f"before the first round, the data that {rule.name} generates from the samples"
@@ -189,6 +190,18 @@ def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData)
         noise += "" if rules.total_epsilon is None else f", until their sum reaches {rules.total_epsilon:g}"
     small = f"below {rules.min_count} are not sent" + ("" if rules.mask_small else ", unless they are masked")
     yield Finding("statistics", None, f"counts are {noise}; those {small}")
+
+
+def evaluation_text(work: SiteTrainer) -> str:
+    """Describe what ``unskew deploy evaluate`` may learn from this site."""
+    policy, masked = work.site.evaluate, work.config.secure_aggregation == "required"
+    allowed = [name for name in policy.allow if not masked or name == "global"]
+    if not allowed or work.noise is not None:
+        return "nothing about models on the held-out samples (evaluate.allow)"
+    what = "sums over all sites for the metrics" if masked else "metrics"
+    shared = "; the local model, to all sites (evaluate.share_local)" if policy.share_local and not masked else ""
+    models = f"{what} of {policy.max_models} models at most on the held-out samples"
+    return f"{models}, of these kinds: {', '.join(allowed)} (evaluate.allow){shared}"
 
 
 def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:

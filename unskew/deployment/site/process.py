@@ -8,6 +8,7 @@ import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from unskew.deployment.common.agreement import PROTOCOL, software_versions
@@ -15,6 +16,7 @@ from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.common.requests import REQUESTS
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
+from unskew.deployment.site.evaluation import SiteEvaluation, held_out_scores
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
@@ -33,6 +35,9 @@ from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 from unskew.sums.base import ClientRows
 from unskew.sums.registry import SUMS
+
+SCORED = ("score", "local")
+"""Kinds of messages that ask for the metrics of a model after training."""
 
 
 class SiteTimeoutError(UnskewError):
@@ -115,15 +120,19 @@ class SiteProcess:
         if self.experiments.limited[digest]:
             ledger.admit()
             masked = work.config.secure_aggregation == "required"
-            if request.kind in ("contribute", "evaluate") or (request.kind == "train" and not masked):
+            if request.kind in ("contribute", "evaluate", *SCORED) or (request.kind == "train" and not masked):
                 ledger.begin()  # of masked updates, only opened sums count
         if request.kind == "hello":
             reply = work.client_info(work.data)
             return self._with_site_info(request, reply)
+        evaluation = SiteEvaluation(self.config.evaluate, folder / "evaluations" / digest, work)
         if request.kind == "sums":
-            samples = self.experiments.samples(digest, work.reference)
+            samples, requests = self.experiments.samples(digest, work.reference), decode_requests(request)
+            if any(SUMS[one.kind].scores_model for one in requests):
+                ledger.begin()
+                evaluation.admit_sum(requests_key(digest, requests))
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
-            rows = replace(rows, gradient=work.initial_gradient)
+            rows = replace(rows, gradient=work.initial_gradient, score=partial(held_out_scores, work))
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -131,6 +140,8 @@ class SiteProcess:
             return self.masks.reply(state.run, request)
         if request.kind == "evaluate":
             return work.reply_to_evaluate(request, state, received, ledger)
+        if request.kind in SCORED:
+            return evaluation.reply(request, state)
         index = read_integer(request.config, "rule_index")
         if index >= len(work.method.data):
             raise InvalidMessageError(f"the method has no data rule number {index}")

@@ -12,6 +12,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load
+from torch import Tensor
 
 from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError
@@ -23,6 +24,8 @@ from unskew.protocol.messages import ClientState, Tensors
 
 REPLY = "reply.bin"
 """File with the last reply that has private noise."""
+PERSONAL = "personal.safetensors"
+"""File with the personal model that was fine-tuned at the end of the run."""
 
 
 class SiteStateLostError(UnskewError):
@@ -95,18 +98,12 @@ class SiteState:
             OutdatedMessageError: If the site has replied to another broadcast of this round.
             SiteStateLostError: If the file is corrupted.
         """
-        try:
-            stored = io.BytesIO((self.folder / REPLY).read_bytes())
-            newest, before, length = json.loads(stored.readline())
-            if newest != round:
-                return None
-            if before != request:
-                raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
-            return EncodedFrame(stored.read(length), stored.read()).decode()
-        except FileNotFoundError:
+        stored = read_reply(self.folder / REPLY)
+        if stored is None or not stored[0].startswith(f"{round} "):
             return None
-        except (OSError, ValueError, TypeError, FrameError) as error:
-            raise SiteStateLostError(f"this site's last reply, {self.folder / REPLY}, is corrupted") from error
+        if stored[0] != f"{round} {request}":
+            raise OutdatedMessageError(f"this site has trained round {round + 1} of the run from another message")
+        return stored[1]
 
     def keep_reply(self, round: int, request: str, frame: Frame) -> None:
         """Store a reply with private noise, before it is sent.
@@ -116,10 +113,29 @@ class SiteState:
             request: Digest of the broadcast.
             frame: The reply.
         """
-        encoded = EncodedFrame.of(frame)
-        line = json.dumps([round, request, len(encoded.header)]).encode()
+        write_reply(self.folder / REPLY, f"{round} {request}", frame)
+
+    def keep_personal(self, v: Tensor, b: Tensor) -> None:
+        """Store the personal model that was fine-tuned at the end of the run.
+
+        Args:
+            v: Parameters, ``[d]``.
+            b: Buffers, ``[m]``.
+        """
         make_private_folder(self.folder)
-        write_atomic(self.folder / REPLY, b"".join([line, b"\n", encoded.header, encoded.body]))
+        write_atomic(self.folder / PERSONAL, encode_tensors({"v": v.cpu(), "b": b.cpu()}))
+
+    def personal(self) -> tuple[Tensor, Tensor]:
+        """Return the personal model that was fine-tuned at the end of the run, ``v [d]`` and ``b [m]``.
+
+        Raises:
+            SiteStateLostError: If the file is missing or corrupted.
+        """
+        try:
+            tensors = load((self.folder / PERSONAL).read_bytes())
+            return tensors["v"], tensors["b"]
+        except (OSError, SafetensorError, KeyError) as error:
+            raise SiteStateLostError(f"this site's personal model is not in {self.folder / PERSONAL}") from error
 
     def check_evaluation(self, round: int, request: str, most: int) -> None:
         """Validate that a request for metrics is the first one after a round, or repeats it.
@@ -262,6 +278,39 @@ class SiteState:
         """
         named = {f"{round}/{model}/{name}": t.cpu() for name, t in tensors.items()}
         write_atomic(self.folder / "noisy.safetensors", encode_tensors(named))
+
+
+def read_reply(path: Path) -> tuple[str, Frame] | None:
+    """Read a stored reply and the text that was stored with it; None if there is none.
+
+    Args:
+        path: File of the reply.
+
+    Raises:
+        SiteStateLostError: If the file is corrupted.
+    """
+    try:
+        stored = io.BytesIO(path.read_bytes())
+        about, length = json.loads(stored.readline())
+        return str(about), EncodedFrame(stored.read(length), stored.read()).decode()
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError, FrameError) as error:
+        raise SiteStateLostError(f"this site's stored reply, {path}, is corrupted") from error
+
+
+def write_reply(path: Path, about: str, frame: Frame) -> None:
+    """Store a reply, before it is sent.
+
+    Args:
+        path: File of the reply.
+        about: Text to store with it.
+        frame: The reply.
+    """
+    encoded = EncodedFrame.of(frame)
+    line = json.dumps([about, len(encoded.header)]).encode()
+    make_private_folder(path.parent)
+    write_atomic(path, b"".join([line, b"\n", encoded.header, encoded.body]))
 
 
 def make_private_folder(folder: Path) -> None:

@@ -77,6 +77,7 @@ class SiteTrainer:
         self.site = site
         self.config = config
         self.reference = reference
+        self.samples = samples
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
         federation = samples.federation(reference, config.loss)
@@ -331,6 +332,7 @@ class SiteTrainer:
                 with device_modes(self.device, self.config.precision):
                     update = self._trainer_for(request, received).train(local)
                 own_model = (update.report["v"], update.buffers) if update.is_finite() else own_model
+                state.keep_personal(*own_model)
             own = self.evaluator.evaluate_client(*own_model, self.data)
             metrics["own_accuracy"], metrics["own_loss"] = own.accuracy, own.loss
         return Frame("scores", {"client": self.site.client}, metrics)

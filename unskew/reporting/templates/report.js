@@ -68,6 +68,7 @@
       this.measured();
       this.map();
       this.boxes();
+      this.evaluation();
       this.classifier();
     }
 
@@ -212,6 +213,43 @@
       }, `${yTitle} against ${xTitle} on the test set, a line per method.`);
     }
 
+    evaluation() {
+      const one = this.content.evaluations[Number(this.chosen("evaluated") || 0)];
+      if (!one || !this.find("sites")) return;
+      const chosen = this.chosen("score"), name = chosen in one.metrics ? chosen : Object.keys(one.metrics)[0];
+      if (name === undefined) return;
+      const axis = one.metrics[name], unit = axis.endsWith("(%)") ? " &#37;" : "", points = one.points[name];
+      const styles = { global: ["circle", "--mark"], local: ["square", "--ink"], personal: ["diamond", "--soft"] };
+      const models = Object.keys(points);
+      const at = one.sites.map((_, k) => k), ticktext = one.sites.map((site) => plain(short(site, 18)));
+      const traces = models.map((model, place) => {
+        const [symbol, ink] = styles[model] || ["x", "--ink"], of = points[model];
+        return {
+          type: "scatter", mode: "markers", x: of.map((p) => p[1]), y: of.map((p) => p[0] + 0.2 * (place - (models.length - 1) / 2)),
+          marker: { symbol, color: color(ink), size: 8 },
+          error_x: { array: of.map((p) => p[3] - p[1]), arrayminus: of.map((p) => p[1] - p[2]), thickness: 1.2, width: 0, color: color(ink) },
+          customdata: of.map((p) => `<b>${plain(one.sites[p[0]])}</b>, ${plain(model)} model, ${p[4]} samples<br>`
+            + `${+p[1].toPrecision(4)}${unit}, interval ${+p[2].toPrecision(4)} to ${+p[3].toPrecision(4)}`),
+          hovertemplate: "%{customdata}<extra></extra>",
+        };
+      });
+      const yaxis = { autorange: "reversed", tickvals: at, ticktext, showgrid: false, zeroline: false };
+      this.find("sites").style.setProperty("height", `${110 + 40 * Math.max(2, at.length)}px`);
+      this.show("sites", traces, { uirevision: name, xaxis: { title: { text: plain(axis) } }, yaxis },
+        `${axis} at ${at.length} sites, with intervals; the table gives the same in numbers.`);
+      const matrix = one.matrix[name];
+      if (!matrix || !this.find("matrix")) return;
+      this.show("matrix", [{
+        type: "heatmap", z: matrix.cells, colorscale: "Cividis", xgap: 1, ygap: 1, hoverongaps: true,
+        customdata: matrix.cells.map((line, k) => line.map((value, c) => `<b>${plain(matrix.rows[k])}</b><br>on ${plain(one.sites[c])}: `
+          + (value === null ? plain(matrix.reasons[k][c] || "no value") : `${+value.toPrecision(4)}${unit}`))),
+        hovertemplate: "%{customdata}<extra></extra>", colorbar: { thickness: 12, outlinewidth: 0 },
+      }], {
+        xaxis: { title: { text: "held-out samples of" }, tickvals: at, ticktext, showgrid: false, zeroline: false },
+        yaxis: { ...yaxis, tickvals: matrix.rows.map((_, k) => k), ticktext: matrix.rows.map((row) => plain(short(row, 24))) },
+      }, `Heat map of ${axis}: ${matrix.rows.length} models on the samples of ${at.length} sites.`);
+    }
+
     boxes() {
       const whose = this.chosen("whose");
       const found = whose && this.content.boxes[whose];
@@ -244,7 +282,7 @@
     }
   }
 
-  const reset = (place) => Plotly.relayout(place, { "xaxis.autorange": true, "yaxis.autorange": place.dataset.role === "map" ? "reversed" : true });
+  const reset = (place) => Plotly.relayout(place, { "xaxis.autorange": true, "yaxis.autorange": ["map", "sites", "matrix"].includes(place.dataset.role) ? "reversed" : true });
 
   // Zoom and pan without a mouse: + and - zoom, arrows move, 0 shows all.
   function byKeys(place) {

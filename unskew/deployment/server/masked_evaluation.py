@@ -1,0 +1,83 @@
+"""Metrics of the global model from masked sums over all sites: no server sees those of a single site."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from unskew.deployment.common.small_counts import MIN_COUNT, reported_support
+from unskew.errors import ConfigError
+from unskew.runs.input_spec import InputSpec
+from unskew.sums.base import SumRequest, Sums
+from unskew.sums.exchange import Exchange
+from unskew.sums.scores import TALLIES
+from unskew.tasks.cells import class_metrics_from_sums
+from unskew.tasks.intervals import Interval
+
+ALL_SITES = "all sites"
+"""Name of the site in rows of sums over all sites."""
+
+
+def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, level: float) -> list[dict[str, Any]]:
+    """Return a row per metric of the global model on the held-out samples of all sites together.
+
+    Args:
+        exchange: Exchange of sums over sites.
+        v: Parameters of the model, ``[d]``.
+        b: Buffers of the model, ``[m]``.
+        inputs: Input specification of the model.
+        level: Level of the intervals.
+    """
+    classes = inputs.classes if inputs.task == "classification" else 0
+    (sums,) = exchange(
+        [SumRequest("scores", {"classes": classes, "tally": empty_tally(inputs).numel()}, {"v": v, "b": b})]
+    )
+    support = reported_support(sums["confusion"].sum(1).tolist(), MIN_COUNT)
+    labeled = dict(zip(inputs.names, (int(c) if c.isdigit() else c or None for c in support), strict=False))
+    n = int(sums["confusion"].sum()) if classes else int(sums["sums"][0])
+    rows = []
+    for metric, (value, interval) in metrics_from_sums(sums, inputs, level).items():
+        low, high = interval or (None, None)
+        about = {"model": "global", "site": ALL_SITES, "client": None, "metric": metric}
+        known = value if math.isfinite(value) else None
+        rows.append({**about, "value": known, "low": low, "high": high, "n": n, "support": labeled})
+    return rows
+
+
+def empty_tally(inputs: InputSpec) -> Tensor:
+    """Return a tally of the task, for its shape."""
+    several = inputs.task in ("multilabel", "regression")
+    y = torch.zeros((1, inputs.classes)) if several else torch.zeros(1, dtype=torch.int64)
+    return inputs.objective.tally(torch.zeros(1, inputs.classes), y)
+
+
+def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, tuple[float, Interval]]:
+    """Return value and interval of each metric.
+
+    Args:
+        sums: Sums of the kind ``scores``.
+        inputs: Input specification of the model.
+        level: Level of the intervals.
+
+    Raises:
+        ConfigError: If no site has held-out samples.
+    """
+    task = inputs.objective
+    predictions, correct, losses = sums["sums"][:TALLIES].tolist()
+    if not predictions:
+        raise ConfigError(
+            "No site has held-out samples. Set holdout in the experiment, or give the sites' data a test split."
+        )
+    loss = losses / predictions
+    measured = task.measure(sums["sums"][TALLIES:].reshape(empty_tally(inputs).shape), loss)
+    found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
+    found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
+    if inputs.task == "classification":
+        cells, confusion, probabilities = (sums[name].numpy() for name in ("cells", "confusion", "probabilities"))
+        metrics = replace(inputs.metrics, level=level)
+        found |= class_metrics_from_sums(cells, confusion, probabilities, metrics)
+    return found
