@@ -43,8 +43,16 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
     for metric, (value, interval) in metrics_from_sums(sums, inputs, level).items():
         low, high = interval or (None, None)
         about = {"model": "global", "site": ALL_SITES, "client": None, "metric": metric}
-        value = value if math.isfinite(value) else None
-        rows.append({**about, "value": value, "low": low, "high": high, "n": n, "support": labeled})
+        rows.append(
+            {
+                **about,
+                "value": value if math.isfinite(value) else None,
+                "low": low,
+                "high": high,
+                "n": n,
+                "support": labeled,
+            }
+        )
     return rows
 
 
@@ -77,6 +85,6 @@ def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, 
     found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
     found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
     if inputs.task == "classification":
-        arrays = (sums[name].numpy() for name in ("cells", "confusion", "probabilities"))
-        found |= class_metrics_from_sums(*arrays, replace(inputs.metrics, level=level))
+        cells, confusion, probabilities = (sums[name].numpy() for name in ("cells", "confusion", "probabilities"))
+        found |= class_metrics_from_sums(cells, confusion, probabilities, replace(inputs.metrics, level=level))
     return found
