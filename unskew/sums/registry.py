@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, scores
+from unskew.sums import columns, fisher, scores, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -18,5 +18,14 @@ SUMS: dict[str, SumKind] = {
         columns.Missing(),
         columns.Histogram(),
         scores.Scores(),
+        fisher.Fisher(),
+        skew.SiteScalars(),
+        skew.ClassMeans(),
+        skew.ClassScatter(),
+        skew.Gradient(),
+        skew.LabelProducts(),
+        skew.LabelScatter(),
     )
 }
+PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+"""Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from unskew.deployment.common.audit_log import AuditLog
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
-from unskew.deployment.server.audit_log import AuditLog, arrays_digest
 from unskew.deployment.server.config import Deployment, is_deployed
+from unskew.deployment.server.connected_sites import owner_only_files
 from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.control import ControlSocket
 from unskew.deployment.server.data_exchange import remote_client
@@ -24,9 +25,9 @@ from unskew.deployment.server.handshake import run_header
 from unskew.deployment.server.joining import SiteRegistry, wait_for_sites
 from unskew.deployment.server.masked_evaluation import masked_rows
 from unskew.deployment.server.round_requests import ask_sites
-from unskew.deployment.server.run import owner_only_files
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.server.sum_exchange import SiteExchange
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import read_integer, read_metric
 from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, encode_record, printable
@@ -34,6 +35,7 @@ from unskew.diagnosis.diagnose import final_model
 from unskew.errors import ConfigError, EngineError, unknown_name
 from unskew.filesystem import write_atomic
 from unskew.folder_locks import folder_lock
+from unskew.methods.registry import method as method_of
 from unskew.records.result import read_summary
 from unskew.serving.load import OpenedRun, empty_federation, open_run
 from unskew.simulation.checkpoint import newest_checkpoint
@@ -184,7 +186,7 @@ def evaluate_run(
     plan.check(opened)
     with owner_only_files(), folder_lock(folder), connected_sites(opened, location, tell) as found:
         if opened.config.secure_aggregation == "required":
-            exchange = SiteExchange(found.sites, found.frames, True, found.roster)
+            exchange = SiteExchange(found.sites, found.num_samples, True, found.roster)
             rows = masked_rows(exchange, *final_model(folder, opened.spec), opened.inputs, plan.level)
             rows = [row for row in rows if plan.includes(row["metric"])]
         else:
@@ -199,10 +201,10 @@ def evaluate_run(
 
 
 class ConnectedSites(NamedTuple):
-    """Sites of a run: their manager, the first report of each client, and the public signing keys by client."""
+    """Sites of a run: their manager, and by client the numbers of training samples and the public signing keys."""
 
     sites: SiteManager
-    frames: dict[int, Frame]
+    num_samples: dict[int, int]
     roster: Mapping[int, Any]
 
 
@@ -229,7 +231,7 @@ def connected_sites(
     reference = replace(
         empty_federation(opened.inputs),
         trained_for=opened.inputs.objective,
-        counts_known=config.secure_aggregation != "required",
+        counts_known=callable(method_of(config.method).weights),
     )
     header = run_header(config, DataSchema.of(reference))
     superlink = location.superlink(folder, config, True) if isinstance(location, RunLocation) else location
@@ -247,7 +249,9 @@ def connected_sites(
         check = partial(remote_client, federation=reference, parameters=opened.spec.size)
         registry = SiteRegistry(sites, 0, deployment.startup_timeout, check, deployment.exact, tell, roster)
         frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
-        yield ConnectedSites(sites, frames, roster)
+        yield ConnectedSites(
+            sites, {k: read_integer(frame.config, "num_samples") for k, frame in frames.items()}, roster
+        )
     except EngineError as error:
         why = superlink.why()
         raise EngineError(f"{error}\n{why}" if why else str(error)) from error

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.config.metrics import AUTO
 from unskew.deployment.common.small_counts import MIN_COUNT, reported_support
-from unskew.deployment.site.config import EvaluatePolicy
+from unskew.deployment.site.config import EvaluationRules
 from unskew.deployment.site.experiments import is_limited
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState, read_reply, write_reply
@@ -57,7 +57,7 @@ class SiteEvaluation:
         work: Trainer of the experiment.
     """
 
-    policy: EvaluatePolicy
+    policy: EvaluationRules
     folder: Path
     work: SiteTrainer
 
