@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from unskew.deployment.common.audit_log import AuditLog
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.server.config import Deployment, is_deployed
