@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 from support.running import call
 from support.sites import TINY, LoopPlace, deployed
-from unskew.deployment.server.audit_log import read_events
 
 import unskew
 from unskew.config.loader import experiment
