@@ -97,6 +97,7 @@ BATCH_NORM = {
     "options",
     [
         {**CANCER, "participation": 0.7, "rounds": 3, "method": "scaffold"},
+        {**CANCER, "class_weights": "balanced"},
         pytest.param({**TINY, **BATCH_NORM, "method": "fedprox", "buffers": "local"}, marks=pytest.mark.slow),
     ],
 )

@@ -218,7 +218,8 @@ def connected_sites(
     # The schema of the run, not one of today's data: the model expects its inputs as they were encoded then.
     counts_known = callable(method_of(config.method).weights)
     reference = replace(empty_federation(opened.inputs), trained_for=opened.inputs.objective, counts_known=counts_known)
-    header = run_header(config, DataSchema.of(reference))
+    # Sites compare the class weights with those of the experiment, and train local models with them.
+    header = run_header(config, replace(DataSchema.of(reference), weights=opened.inputs.class_weights))
     superlink = location.superlink(folder, config, True) if isinstance(location, RunLocation) else location
     check = partial(remote_client, federation=reference, parameters=opened.spec.size)
     with joined_sites(superlink, deployment, folder, total, header, check, warn=tell, tell=tell) as joined:
