@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.clients import DrawnClients, IndexedRows, take_rows
 from unskew.data.federation import Federation, ServerData
+from unskew.data.harmonize import Harmonization
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
@@ -52,6 +53,8 @@ class PartitionedSource:
         parts: The data partition.
         rows: Indices into ``train``, client by client, in each client's order.
         splits: Position in ``rows`` where each client's held-out samples start, ``[K]``.
+        harmonization: Harmonization that was applied to the inputs, or None.
+        sent: Bytes that each client sent and received for it, ``[K, 2]``.
     """
 
     spec: DataSpec
@@ -64,6 +67,8 @@ class PartitionedSource:
     parts: Partition
     rows: Tensor
     splits: np.ndarray
+    harmonization: Harmonization | None = None
+    sent: np.ndarray | None = None
 
     def client(self, k: int) -> tuple[SampleTable, SampleTable]:
         """Return a client's training and held-out samples, not encoded and not scaled."""
@@ -158,6 +163,7 @@ class PartitionedSource:
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
             stats_traffic=known.traffic,
+            harmonization=self.harmonization,
             missing=missing,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unskew.comparison.benefit import client_label
-from unskew.measurements.label_skew import label_distances
+from unskew.data.label_distance import label_distances
 from unskew.plots.curves import prevalence
 from unskew.reporting.chart_data import evenly_spaced, gini
 from unskew.reporting.run_groups import RunGroup

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns
+from unskew.sums import columns, cross_products
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -17,5 +17,7 @@ SUMS: dict[str, SumKind] = {
         columns.ColumnSquares(),
         columns.Missing(),
         columns.Histogram(),
+        cross_products.CrossProducts(),
+        cross_products.Residuals(),
     )
 }

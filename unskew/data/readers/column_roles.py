@@ -38,6 +38,7 @@ class ColumnSelection(NamedTuple):
             column absent in this table.
         split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
         sorts: Whether the values of the column ``divides`` are sorted, and are not names.
+        harmonized: Whether columns are harmonized before they are standardized.
     """
 
     features: tuple[str, ...] = ()
@@ -50,11 +51,13 @@ class ColumnSelection(NamedTuple):
     agreed: bool = False
     split: tuple[str | None, ...] = ()
     sorts: bool = False
+    harmonized: bool = False
 
     @property
     def mixed(self) -> bool:
         """Return whether each column has a separate encoder that is fitted with global statistics."""
-        return bool(self.categories or self.dates) or self.missing != "error" or self.regression
+        chosen = bool(self.categories or self.dates) or self.missing != "error"
+        return chosen or self.regression or self.harmonized
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
         """Return the label columns; more than one is possible only for regression.
