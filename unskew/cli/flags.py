@@ -31,7 +31,9 @@ ClientNumber = Annotated[
 ]
 NewSite = Annotated[
     bool,
-    typer.Option("--new-site", help="Harmonize rows of sites without training rows by their own rows, at least 20 per site."),
+    typer.Option(
+        "--new-site", help="Harmonize rows of sites without training rows by their own rows, at least 20 per site."
+    ),
 ]
 
 

@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from unskew.data.partition.partitioner import get_column
 from unskew.data.readers.encoders import Encoder, column_rows
 from unskew.data.spec import HarmonizeSpec
 from unskew.errors import DataError, unknown_name
@@ -254,19 +253,3 @@ def fit_harmonization(
         empirical_bayes=spec.empirical_bayes,
         mean_only=spec.mean_only,
     )
-
-
-def site_names(columns: Mapping[str, np.ndarray], site: str, what: str) -> list[str]:
-    """Return the site of each row as a name.
-
-    Args:
-        columns: Columns of the rows by name.
-        site: Name of the column.
-        what: Description of the rows, for errors.
-
-    Raises:
-        DataError: If the column does not exist or has missing values.
-    """
-    if site not in columns:
-        raise DataError(f"{what} need the column {site!r}, because their inputs are harmonized for each site.")
-    return [str(value) for value in get_column(columns, site, "harmonize").tolist()]

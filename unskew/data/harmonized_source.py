@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 
-from unskew.data.harmonize import Harmonization, fit_harmonization, site_names
+from unskew.data.harmonize import fit_harmonization
 from unskew.data.label_distance import label_distance_by_chance, label_distances
 from unskew.data.partition.parsing import parse_partition
+from unskew.data.partition.partitioner import get_column
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.column_roles import LABEL
 from unskew.data.readers.encoders import Encoder, column_rows
 from unskew.data.readers.tables import Source
 from unskew.data.readers.text import is_text
 from unskew.data.spec import DataSpec
-from unskew.errors import ConfigError, unknown_name
+from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.sums.base import SumRequest
 from unskew.sums.columns import decode_values
 from unskew.sums.cross_products import columns_and_design
@@ -46,7 +47,8 @@ def check_harmonize(spec: DataSpec) -> None:
         "requires partition=natural:COLUMN, because every row, also of the test set, needs a site": not natural,
         "requires a table or feature vectors, not texts": is_text(spec.data),
         "cannot be combined with shift, which changes the inputs of clients": spec.shift is not None,
-        "cannot be combined with server_data, because rows at the server belong to no site": spec.server_data is not None,
+        "cannot be combined with server_data, because rows at the server belong to no site": spec.server_data
+        is not None,
     }
     for problem in (text for text, wrong in problems.items() if wrong):
         raise ConfigError(f"harmonize={spec.harmonize.method} {problem}.")
@@ -70,8 +72,8 @@ def harmonizable(source: Source, spec: DataSpec) -> Source:
             f"harmonize={spec.harmonize.method} requires a table or feature vectors, but {source.name} has other inputs. For "
             "images, the method fedbn keeps the normalization of each site."
         )
-    return source if source.encoders else replace(
-        source, encoders=tuple(Encoder(f"input {j}") for j in range(x.shape[1]))
+    return (
+        source if source.encoders else replace(source, encoders=tuple(Encoder(f"input {j}") for j in range(x.shape[1])))
     )
 
 
@@ -102,8 +104,8 @@ def harmonized_columns(spec: DataSpec, source: Source) -> tuple[list[str], list[
     columns = [*(chosen.columns or numeric)]
     if len(columns) < (3 if chosen.empirical_bayes else 1):
         raise ConfigError(
-            f"There are {len(columns)} columns to harmonize, but empirical Bayes needs at least 3 to estimate how sites differ. "
-            "Add columns, or set harmonize.empirical_bayes to false."
+            f"There are {len(columns)} columns to harmonize, but empirical Bayes needs at least 3 to estimate its priors. Add "
+            "columns, or set harmonize.empirical_bayes to false."
         )
     return columns, [*chosen.covariates]
 
@@ -177,6 +179,22 @@ def share_between(sites: Sequence[np.ndarray]) -> float:
     return float(np.mean(between / np.square(pooled - pooled.mean(0)).sum(0)))
 
 
+def site_names(columns: Mapping[str, np.ndarray], site: str, what: str) -> list[str]:
+    """Return the site of each row as a name.
+
+    Args:
+        columns: Columns of the rows by name.
+        site: Name of the column.
+        what: Description of the rows, for errors.
+
+    Raises:
+        DataError: If the column does not exist or has missing values.
+    """
+    if site not in columns:
+        raise DataError(f"{what} need the column {site!r}, because their inputs are harmonized for each site.")
+    return [str(value) for value in get_column(columns, site, "harmonize").tolist()]
+
+
 def confounding(training: PartitionedSource, allowed: bool) -> float:
     """Return the mean label distance of the sites minus the distance by chance; numbers count as above the median or not.
 
@@ -205,8 +223,8 @@ def confounding(training: PartitionedSource, allowed: bool) -> float:
         what = f"The labels of the sites differ: their distance from all labels is {distance:.2f} more than by chance"
         if distance >= CONFOUNDED and not allowed:
             raise ConfigError(
-                f"{what} (limit {CONFOUNDED:.2f}). Harmonization would remove a part of the label with the differences of the "
-                "sites. Remove harmonize, or set harmonize.confounded to allow."
+                f"{what} (limit {CONFOUNDED:.2f}). Harmonization would remove a part of the label with the differences of "
+                "the sites. Remove harmonize, or set harmonize.confounded to allow."
             )
         LOG.warning("%s. Harmonization may remove a part of the label; compare with a run without it", what)
     return max(0.0, distance)

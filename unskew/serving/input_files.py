@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.harmonize import site_names
+from unskew.data.harmonized_source import site_names
 from unskew.data.readers.arrow_io import read_cells, read_typed
 from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts

@@ -89,7 +89,7 @@ class CrossProducts(SumKind):
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         names, columns = design_names(request.args["covariates"]), request.args["columns"]
-        return f"sums of products of {', '.join(names)}, each minus its mean at the site, with {', '.join([*names, *columns])}"
+        return f"sums of products of {', '.join(names)}, minus their means at the site, with {', '.join([*names, *columns])}"
 
 
 class Residuals(SumKind):

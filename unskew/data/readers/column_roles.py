@@ -56,8 +56,7 @@ class ColumnSelection(NamedTuple):
     @property
     def mixed(self) -> bool:
         """Return whether each column has a separate encoder that is fitted with global statistics."""
-        chosen = bool(self.categories or self.dates) or self.missing != "error"
-        return chosen or self.regression or self.harmonized
+        return bool(self.categories or self.dates) or self.missing != "error" or self.regression
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
         """Return the label columns; more than one is possible only for regression.
