@@ -86,10 +86,9 @@ def bytes_of_sums(place):
     balanced = config.class_weights == "balanced"
     up, settled = 0, {}
     for _, frame in place.link.received:
-        if frame.kind == "squares" or "values" in frame.config:
+        if frame.kind == "sums":
             up += sum(len(blob.data) for blob in frame.arrays.values())
-            up += sum(compact(values) for values in json.loads(frame.config.get("values", "[]")))
-    down = sum(len(b.data) for _, frame in place.link.sent if frame.kind == "squares" for b in frame.arrays.values())
+    down = sum(len(b.data) for _, frame in place.link.sent if frame.kind == "sums" for b in frame.arrays.values())
     for client, frame in place.link.received:
         if balanced and "client_info/class_counts" in frame.arrays and client not in settled:
             up += len(frame.arrays["client_info/class_counts"].data)

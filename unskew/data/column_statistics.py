@@ -7,21 +7,19 @@ a client.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
+import torch
 
 from unskew.errors import DataError
+from unskew.sums.base import SumRequest
+from unskew.sums.columns import decode_values
+from unskew.sums.exchange import Exchange
 
 NUMBER = 8
 """Size of a sum or a count, in bytes."""
-MOMENTS = 3 * NUMBER
-"""Traffic per column and client in each direction, in bytes.
-
-Each client sends a count, a sum and a sum of squares. It receives the mean between the passes and both results at the
-end.
-"""
 CONSTANT = 1e-6
 """Columns with a smaller standard deviation count as constant and are not divided by it."""
 
@@ -34,62 +32,53 @@ class ColumnMoments(NamedTuple):
     std: np.ndarray
 
 
-def counts_and_sums(rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute number and sum of the values in each column of a client's rows ``[n_k, f]``; NaN means missing."""
-    return (~np.isnan(rows)).sum(0), np.asarray(np.nansum(rows, 0, dtype=np.float64))
+class ColumnTotals(NamedTuple):
+    """Statistics of columns and targets over all clients.
 
-
-def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
-    """Compute the sum of squared distances from the global mean for each column, ``[f]``.
-
-    Args:
-        rows: Values of a client, ``[n, f]``.
-        mean: Mean over all clients, ``[f]``.
+    Attributes:
+        columns: Moments of the numeric columns.
+        targets: Moments of the targets.
+        values: Values of each categorical column, sorted.
+        result_bytes: Bytes of the results, which each client receives.
     """
-    return np.asarray(np.nansum((rows - mean) ** 2, 0, dtype=np.float64))
+
+    columns: ColumnMoments
+    targets: ColumnMoments
+    values: tuple[tuple[str, ...], ...]
+    result_bytes: int
 
 
-def global_means(first: Iterable[tuple[np.ndarray, np.ndarray]], names: Sequence[str]) -> tuple[np.ndarray, np.ndarray]:
-    """Compute the number of values and the mean of each column over all clients.
-
-    Args:
-        first: ``counts_and_sums`` of each client.
-        names: Column names, for error messages.
-    """
-    count, total = np.zeros(len(names), np.int64), np.zeros(len(names))
-    for counts, sums in first:
-        count += counts
-        total += sums
-    if not count.all():
-        raise DataError(f"No client has a value in the column {names[int(np.argmin(count))]!r}. Exclude this column.")
-    return count, total / count
-
-
-def global_moments(
-    first: Iterable[tuple[np.ndarray, np.ndarray]],
-    second: Callable[[np.ndarray], Iterable[np.ndarray]],
-    names: Sequence[str],
-) -> ColumnMoments:
-    """Compute means and standard deviations from client sums.
+def column_totals(
+    exchange: Exchange, columns: Sequence[str], targets: Sequence[str] = (), coded: Sequence[str] = ()
+) -> ColumnTotals:
+    """Compute moments and categories over all clients, in two exchanges of sums.
 
     Args:
-        first: ``counts_and_sums`` of each client.
-        second: Function from the global mean to the ``sums_of_squares`` of each client.
-        names: Column names, for error messages.
+        exchange: Asks all clients for sums.
+        columns: Names of numeric columns.
+        targets: Names of targets.
+        coded: Names of categorical columns.
 
     Raises:
         DataError: If no client has a value in some column.
-
-    >>> rows = [np.array([[1.0], [np.nan]]), np.array([[3.0]])]
-    >>> global_moments(map(counts_and_sums, rows), lambda mean: (sums_of_squares(part, mean) for part in rows), ["age"])
-    ColumnMoments(counts=array([2]), mean=array([2.]), std=array([1.]))
     """
-    count, mean = global_means(first, names)
-    squares = np.zeros(len(names))
-    for distances in second(mean):
-        squares += distances
-    std = np.sqrt(squares / count)
-    return ColumnMoments(count, mean, np.where(std < CONSTANT, 1.0, std))
+    args, names = {"columns": [*columns], "targets": [*targets]}, [*columns, *targets]
+    requests = [SumRequest("moments", args)] if names else []
+    requests += [SumRequest("categories", {"columns": [*coded]})] if coded else []
+    first = exchange(requests) if requests else []
+    values = tuple(tuple(sorted(decode_values(tensor))) for tensor in first[-1].values()) if coded else ()
+    counts, mean, std = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
+    if names:
+        counts = first[0]["counts"].numpy()
+        if not counts.all():
+            name = names[int(np.argmin(counts))]
+            raise DataError(f"No client has a value in the column {name!r}. Exclude this column.")
+        mean = first[0]["sums"].numpy() / counts
+        (second,) = exchange([SumRequest("squares", args, {"mean": torch.from_numpy(mean)})])
+        std = np.sqrt(second["squares"].numpy() / counts)
+        std = np.where(std < CONSTANT, 1.0, std)
+    moments = [ColumnMoments(counts[at], mean[at], std[at]) for at in (slice(len(columns)), slice(len(columns), None))]
+    return ColumnTotals(moments[0], moments[1], values, 2 * NUMBER * len(names) + sum(map(category_bytes, values)))
 
 
 def category_bytes(values: Sequence[str]) -> int:

@@ -301,7 +301,7 @@ class Federation:
         if task == "regression":
             targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
             trained_for, stats_traffic = fit_target_scaling(
-                lambda: (targets[start:stop] for start, stop in spans), class_names
+                lambda: (targets[start:stop] for start, stop in spans), class_names, targets.shape[1]
             )
             y_all = trained_for.standardize(y_all)
             pairs = {who: (x, trained_for.standardize(y)) for who, (x, y) in pairs.items()}

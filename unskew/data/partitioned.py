@@ -11,16 +11,19 @@ import numpy as np
 from torch import Tensor
 
 from unskew.data.clients import DrawnClients, IndexedRows, take_rows
+from unskew.data.column_statistics import column_totals
 from unskew.data.federation import Federation, ServerData
 from unskew.data.harmonize import Harmonization
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
-from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encoders, missing_values, squared_deviations
+from unskew.data.readers.encoders import FittedEncoders, client_values, fit_encoders, missing_values, numeric_columns
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
-from unskew.data.target_scaling import fit_target_scaling
+from unskew.data.target_scaling import task_with_moments
+from unskew.sums.base import ClientRows
+from unskew.sums.exchange import Exchange, SimulatedExchange
 from unskew.tasks.regression import Regression
 
 
@@ -91,31 +94,36 @@ class PartitionedSource:
         splits = offsets[:-1] + (self.splits - parts.offsets[:-1])[ids]
         return replace(self, parts=selected, rows=self.rows[positions], splits=splits)
 
-    def _each(self, values: np.ndarray) -> Iterator[np.ndarray]:
-        """Iterate over the training part of each client of an array with one entry per row."""
+    def client_rows(self) -> Iterator[ClientRows]:
+        """Iterate over the training rows of the clients, as sums use them."""
         order = self.rows.numpy()
-        spans = zip(self.parts.offsets[:-1], self.splits, strict=True)
-        return (values[order[start:stop]] for start, stop in spans)
+        for start, stop in zip(self.parts.offsets[:-1], self.splits, strict=True):
+            rows = order[start:stop]
+            yield rows_of_table(self.source, self.train.x, self.train.y, rows)
 
-    def known(self) -> GlobalStats:
-        """Compute the statistics that encode columns and scale targets, from sums over clients' training samples."""
-        columns = None
-        targets = None
-        total = None
-        if self.source.encoders:
-            before, x = self.source.encoders, self.train.x.numpy()
-            columns = fit_encoders(
-                before,
-                self.source.indicate,
-                [client_stats(part, before) for part in self._each(x)],
-                lambda mean: (squared_deviations(part, before, mean) for part in self._each(x)),
-            )
-            total = columns.traffic
-        if self.source.task == "regression":
-            y = self.train.y.numpy()
-            targets, sent = fit_target_scaling(lambda: self._each(y), self.source.class_names)
-            total = sent if total is None else total + sent
-        return GlobalStats(columns, targets, total)
+    def known(self, exchange: Exchange | None = None, rows: int | None = None) -> GlobalStats:
+        """Compute the statistics that encode columns and scale targets, from sums over clients' training samples.
+
+        Args:
+            exchange: Asks all clients for sums; by default, they are computed here.
+            rows: Number of training samples of all clients; by default, of those here.
+
+        Raises:
+            DataError: If no client has a value in some column.
+        """
+        source, known = self.source, self.source.encoders
+        targets = target_names(source)
+        if not known and not targets:
+            return GlobalStats()
+        exchange = exchange or SimulatedExchange(self.client_rows)
+        rows = int((self.splits - self.parts.offsets[:-1]).sum()) if rows is None else rows
+        coded = [encoder.name for encoder in known if encoder.kind == "category"]
+        found = column_totals(exchange, [known[j].name for j in numeric_columns(known)], targets, coded)
+        return GlobalStats(
+            fit_encoders(known, source.indicate, found, rows) if known else None,
+            task_with_moments(found.targets) if targets else None,
+            exchange.traffic + [0, found.result_bytes],
+        )
 
     def federation(self, known: GlobalStats) -> Federation:
         """Build the federation, with inputs and targets transformed by the global statistics."""
@@ -166,6 +174,36 @@ class PartitionedSource:
             harmonization=self.harmonization,
             missing=missing,
         )
+
+
+def target_names(source: Source) -> tuple[str, ...]:
+    """Return the names of the targets of regression; empty for other tasks."""
+    if source.task != Regression.name:
+        return ()
+    return tuple(source.class_names) or tuple(str(t) for t in range(source.classes))
+
+
+def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> ClientRows:
+    """Return rows of a data source as sums use them, before global statistics are applied.
+
+    Args:
+        source: Data source.
+        x: Its inputs as read.
+        y: Its targets as read.
+        rows: Indices of the rows.
+    """
+    known, targets = source.encoders, target_names(source)
+    table = x.numpy()[rows] if known else np.zeros((len(rows), 0))
+    numbers = numeric_columns(known)
+    names = [encoder.name for encoder in known]
+    return ClientRows(
+        columns=tuple(names[j] for j in numbers),
+        numbers=table[:, numbers].astype(np.float64),
+        values=client_values(table, known),
+        missing=dict(zip(names, missing_values(table, known).sum(0).tolist(), strict=True)) if known else {},
+        target_names=targets,
+        targets=y.numpy()[rows] if targets else np.zeros((len(rows), 0)),
+    )
 
 
 def rows_per_value(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -67,18 +66,22 @@ class Moments(SumKind):
     name = "moments"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         named_columns(request, rows)
         counts, sums = zip(counts_and_sums(rows.numbers), counts_and_sums(rows.targets), strict=True)
         return {"counts": as_tensor(*counts), "sums": as_tensor(*sums)}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor."""
         size = (width(request),)
         return {"counts": (torch.int64, size), "sums": (torch.float64, size)}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
         return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"for each of {listing(request)}: number of values and their sum"
 
 
@@ -88,6 +91,7 @@ class Squares(SumKind):
     name = "squares"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         named_columns(request, rows)
         mean = request.tensor("mean", width(request)).numpy()
         first = len(rows.columns)
@@ -95,14 +99,17 @@ class Squares(SumKind):
         return {"squares": as_tensor(*parts)}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor."""
         return {"squares": (torch.float64, (width(request),))}
 
-    def check(self, request: SumRequest, own: Any) -> None:
+    def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:
+        """Validate the summands of a client."""
         super().check(request, own)
         if bool((own["squares"] < 0).any()):
             raise DataError("a sum of squares is negative")
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"for each of {listing(request)}: sum of squared deviations from the mean of all sites"
 
 
@@ -126,35 +133,39 @@ class Categories(SumKind):
     name = "categories"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's values."""
         if [*rows.values] != [*request.args["columns"]]:
             raise DataError("The request for categories is for other columns.")
-        return {"values": encode_values([*map(list, rows.values.values())])}
+        return {f"values.{j}": encode_values(some) for j, some in enumerate(rows.values.values())}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-        return {"values": (torch.uint8, (FREE,))}
+        """Return dtype and shape of each tensor."""
+        return {f"values.{j}": (torch.uint8, (FREE,)) for j in range(len(request.args["columns"]))}
 
-    def check(self, request: SumRequest, own: Any) -> None:
+    def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:
+        """Validate the values of a client."""
         super().check(request, own)
-        found, wanted = decode_values(own["values"]), len(request.args["columns"])
-        if len(found) != wanted or any(len({*some}) < len(some) for some in found):
-            raise DataError("its categories cannot be read")
+        for tensor in own.values():
+            decode_values(tensor)
 
     def add(self, total: Sums, own: Sums) -> Sums:
-        both = zip(decode_values(total["values"]), decode_values(own["values"]), strict=True)
-        return {"values": encode_values([sorted({*mine, *theirs}) for mine, theirs in both])}
+        """Return the union of the values."""
+        both = {name: {*decode_values(total[name]), *decode_values(values)} for name, values in own.items()}
+        return {name: encode_values(sorted(values)) for name, values in both.items()}
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"the values of each of {', '.join(request.args['columns'])}"
 
 
-def encode_values(values: Sequence[Sequence[str]]) -> Tensor:
-    """Encode the values of categorical columns as a tensor of bytes."""
-    text = json.dumps([[*some] for some in values], ensure_ascii=False, separators=(",", ":"))
+def encode_values(values: Sequence[str]) -> Tensor:
+    """Encode the values of a categorical column as a tensor of bytes."""
+    text = json.dumps([*values], ensure_ascii=False, separators=(",", ":"))
     return torch.from_numpy(np.frombuffer(text.encode(), np.uint8).copy())
 
 
-def decode_values(tensor: Tensor) -> list[list[str]]:
-    """Decode the values of categorical columns.
+def decode_values(tensor: Tensor) -> list[str]:
+    """Decode the values of a categorical column.
 
     Args:
         tensor: Bytes, as ``encode_values`` returns them.
@@ -164,13 +175,12 @@ def decode_values(tensor: Tensor) -> list[list[str]]:
     """
     try:
         values = json.loads(tensor.numpy().tobytes())
-        if not isinstance(values, list) or not all(isinstance(some, list) for some in values):
-            raise ValueError
-        if not all(isinstance(v, str) and len(v) <= LONGEST for some in values for v in some):
+        texts = isinstance(values, list) and all(isinstance(v, str) and len(v) <= LONGEST for v in values)
+        if not texts or len({*values}) < len(values):
             raise ValueError
     except (ValueError, RecursionError) as error:
         raise DataError("its categories cannot be read") from error
-    return values
+    return [str(value) for value in values]
 
 
 class Classes(SumKind):
@@ -179,17 +189,21 @@ class Classes(SumKind):
     name = "classes"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         if rows.class_counts is None:
             raise DataError("These data have no classes that can be counted.")
         return {"counts": rows.class_counts().cpu().to(torch.int64)}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (int(request.args["classes"]),))}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
         return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"number of samples of each of {request.args['classes']} classes"
 
 
@@ -207,17 +221,21 @@ class Missing(SumKind):
     permission = "missing"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         if [*rows.missing] != [*request.args["columns"]]:
             raise DataError("The request for missing values is for other columns.")
         return {"counts": torch.tensor([*rows.missing.values()], dtype=torch.int64)}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (len(request.args["columns"]),))}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
         return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         return f"number of missing values of each of {', '.join(request.args['columns'])}"
 
 
@@ -228,21 +246,27 @@ class Histogram(SumKind):
     permission = "histograms"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
         column = request.args["column"]
         if column not in rows.columns:
             raise DataError(f"These data have no numeric column {column!r}.")
         values = rows.numbers[:, rows.columns.index(column)]
-        edges = np.linspace(*map(float, request.args["range"]), CELLS + 1)
+        low, high = request.args["range"]
+        edges = np.linspace(low, high, CELLS + 1)
         cell = np.searchsorted(edges, values[~np.isnan(values)], side="right")
         cell[values[~np.isnan(values)] == edges[-1]] = CELLS  # the last cell includes its upper end
         return {"counts": torch.from_numpy(np.bincount(cell, minlength=CELLS + 2).astype(np.int64))}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+        """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (CELLS + 2,))}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
         return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
         low, high = request.args["range"]
-        return f"number of values of {request.args['column']} in {CELLS} equal cells from {low:g} to {high:g}, below and above"
+        cells = f"{CELLS} equal cells from {low:g} to {high:g}, below and above"
+        return f"number of values of {request.args['column']} in {cells}"

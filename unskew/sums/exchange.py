@@ -14,7 +14,13 @@ from unskew.sums.registry import SUMS
 
 
 class Exchange(Protocol):
-    """Asks all clients for sums; a simulation, sites, or sites under secure aggregation."""
+    """Asks all clients for sums; a simulation, sites, or sites under secure aggregation.
+
+    Attributes:
+        traffic: Bytes that each client sent and received, ``[K, 2]``.
+    """
+
+    traffic: np.ndarray
 
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
         """Return the sums over all clients for each request.

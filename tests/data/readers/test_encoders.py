@@ -12,12 +12,14 @@ from support.running import call
 from support.tolerance import near
 
 import unskew
-from unskew.data.column_statistics import category_bytes, counts_and_sums, global_moments, sums_of_squares
+from unskew.data.column_statistics import category_bytes, column_totals
 from unskew.data.readers.encoders import Encoder, category_counts
 from unskew.errors import ConfigError, DataError
 from unskew.models.registry import build_model
 from unskew.models.zoo.basic import Logistic
 from unskew.models.zoo.tabular import TableMLP
+from unskew.sums.base import ClientRows
+from unskew.sums.exchange import SimulatedExchange
 from unskew.testing import assert_engines_agree
 
 pytest.importorskip("pyarrow")
@@ -57,14 +59,16 @@ def test_means_and_deviations_from_sums_are_those_of_all_rows():
     parts = [draws.normal(1e6, 3, size=(n, 2)) for n in (1, 50, 7)]
     parts[1][3, 0] = np.nan
     pooled = np.concatenate(parts)
-    found = global_moments(
-        map(counts_and_sums, parts), lambda mean: (sums_of_squares(part, mean) for part in parts), ["a", "b"]
-    )
+    rows = [ClientRows(columns=("a", "b"), numbers=part) for part in parts]
+    exchange = SimulatedExchange(lambda: rows)
+    found = column_totals(exchange, ["a", "b"]).columns
     assert found.counts.tolist() == [57, 58]
     assert found.mean.tolist() == near(np.nanmean(pooled, 0).tolist())
     assert found.std.tolist() == near(np.nanstd(pooled, 0).tolist(), size=1e6)
+    assert exchange.traffic.tolist() == [[48, 16]] * 3
+    empty = [ClientRows(columns=("a", "b"), numbers=np.array([[1.0, np.nan]]))]
     with pytest.raises(DataError, match="a value in the column 'b'"):
-        global_moments([counts_and_sums(np.array([[1.0, np.nan]]))], lambda mean: [], ["a", "b"])
+        column_totals(SimulatedExchange(lambda: empty), ["a", "b"])
 
 
 def test_what_the_server_learns_is_what_all_training_rows_say(table):

@@ -31,10 +31,12 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.wire.digests import BroadcastDigest, broadcast_digest, parameter_spans
 from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import encode_requests
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.build_model import initial_spec
 from unskew.runs.run import load_federation_for
+from unskew.sums.base import SumRequest
 
 CHANCE = 0.1
 MASKED = {"secure_aggregation": "required", "rounds": 1, "eval_clients": 0}
@@ -360,7 +362,7 @@ def test_sites_with_noise_answer_the_same_whatever_their_data_are(tmp_path):
         schema = DataSchema.of(load_federation_for(config, ())).config()
         base = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
         for question in QUESTIONS:
-            for kind in ("hello", "squares", "evaluate", "contribute"):
+            for kind in ("hello", "sums", "evaluate", "contribute"):
                 asked = Frame(kind, {**base, **schema, "round": 1, **question}, {}, {})
                 answer = place.sites[3].answer(crossed(asked))
                 config_of = {k: v for k, v in answer.config.items() if k not in ("clock", "key", "digest")}
@@ -395,20 +397,18 @@ def check_failures(site):
     return [(f.what, f.ok, f.text) for f in check_site(site / "site.yaml")]
 
 
-@pytest.mark.parametrize("method", ["fedavg", NOISE])
-def test_sums_of_columns_are_not_answered_in_a_masked_experiment(method, tmp_path):
+def test_sums_of_columns_are_not_answered_with_noise_at_the_sites(tmp_path):
     values, own = tables(tmp_path, 4)
-    values = {**TINY, **values, "secure_aggregation": "required", "clients": 4, "method": method, "model": "table-mlp"}
+    values = {**TINY, **values, "secure_aggregation": "required", "clients": 4, "method": NOISE, "model": "table-mlp"}
     values["categories"] = "auto"
     config = experiment(values)
     place = LoopPlace(tmp_path, values, **own)
     schema = DataSchema.of(load_federation_for(config, ())).open
     base = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
-    mean = encode_record("sums", {"mean": torch.zeros(2, dtype=torch.float64)})
-    for kind, arrays in (("hello", {}), ("squares", mean)):
-        answer = place.sites[3].answer(Frame(kind, {**base, **schema.config()}, {}, arrays))
+    for asked in (Frame("hello"), encode_requests([SumRequest("moments", {"columns": ["age"]})], session="1")):
+        answer = place.sites[3].answer(Frame(asked.kind, {**asked.config, **base, **schema.config()}, {}, asked.arrays))
         assert answer.kind == "refused"
-        assert "secure aggregation does not support" in answer.config["reason"]
+        assert "noise at the sites does not protect" in answer.config["reason"]
 
 
 @pytest.mark.parametrize("masked", ["required", "off"])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from unskew.data.column_statistics import MOMENTS, category_bytes, counts_and_sums, global_moments, sums_of_squares
+from unskew.data.column_statistics import ColumnTotals
 from unskew.data.normalization import Normalization
 from unskew.data.readers.arrow import cast, pa, pc
 from unskew.data.readers.cell_types import PLACEHOLDERS, TRUTH, may_be_number
@@ -199,12 +199,10 @@ class FittedEncoders:
     Attributes:
         encoders: Fitted encoder of each column.
         known: Initial encoders, with which the columns were read.
-        traffic: Bytes that each client sent and received, ``[K, 2]``.
     """
 
     encoders: tuple[Encoder, ...]
     known: tuple[Encoder, ...]
-    traffic: np.ndarray
 
     def apply(self, x: Tensor) -> Tensor:
         """Convert columns read with the initial encoders to model inputs, before standardization."""
@@ -286,83 +284,40 @@ def category_counts(encoders: Sequence[Encoder]) -> tuple[int, ...]:
     return (*(len(encoder.values) + 1 if encoder.kind == "category" else 0 for encoder in encoders), *[0] * marks)
 
 
-class ClientStats(NamedTuple):
-    """First-pass statistics that a client reports on its training rows.
-
-    Attributes:
-        rows: Number of rows.
-        counts: Number of values in each column that is not categorical.
-        sums: Sum of the values in each of these columns.
-        values: Values of each categorical column.
-    """
-
-    rows: int
-    counts: np.ndarray
-    sums: np.ndarray
-    values: tuple[tuple[str, ...], ...]
-
-
 def numeric_columns(known: Sequence[Encoder]) -> list[int]:
     """Return the indices of the columns that are not categorical."""
     return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 
-def client_stats(x: np.ndarray, known: Sequence[Encoder]) -> ClientStats:
-    """Compute the first-pass statistics that a client reports.
+def client_values(x: np.ndarray, known: Sequence[Encoder]) -> dict[str, tuple[str, ...]]:
+    """Return the values that occur in each categorical column of a client, by the column's name.
 
     Args:
         x: Columns of the client, ``[n_k, f]``, read with the encoders ``known``.
         known: Initial encoder of each column.
     """
     coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
-    there = [[encoder.values[int(code) - 1] for code in np.unique(codes_of) if code] for codes_of, encoder in coded]
-    return ClientStats(
-        len(x), *counts_and_sums(x[:, numeric_columns(known)].astype(np.float64)), tuple(map(tuple, there))
-    )
+    return {
+        encoder.name: tuple(encoder.values[int(code) - 1] for code in np.unique(codes) if code)
+        for codes, encoder in coded
+    }
 
 
-def squared_deviations(x: np.ndarray, known: Sequence[Encoder], mean: np.ndarray) -> np.ndarray:
-    """Compute the second-pass statistics that a client reports: sums of squared deviations from the global mean.
-
-    Args:
-        x: Columns of the client, ``[n_k, f]``.
-        known: Initial encoder of each column.
-        mean: Global mean of each column that is not categorical.
-    """
-    return sums_of_squares(x[:, numeric_columns(known)].astype(np.float64), mean)
-
-
-def fit_encoders(
-    known: Sequence[Encoder],
-    indicate: bool,
-    first: Sequence[ClientStats],
-    second: Callable[[np.ndarray], Iterable[np.ndarray]],
-) -> FittedEncoders:
+def fit_encoders(known: Sequence[Encoder], indicate: bool, found: ColumnTotals, rows: int) -> FittedEncoders:
     """Fit the encoders on the training rows of all clients.
 
     Args:
         known: Initial encoders, with which the columns were read.
         indicate: Whether missing numbers are marked by an additional input.
-        first: ``client_stats`` of each client.
-        second: Function from the global mean to the ``squared_deviations`` of each client.
-
-    Raises:
-        DataError: If no client has a value in some column.
+        found: Statistics of the columns over all clients.
+        rows: Number of rows of all clients.
     """
-    numbers, encoders = numeric_columns(known), list(known)
-    sent = np.full((len(first), 2), MOMENTS * len(numbers), np.int64)
-    if numbers:
-        moments = global_moments(
-            ((stats.counts, stats.sums) for stats in first), second, [known[j].name for j in numbers]
-        )
-        total = sum(stats.rows for stats in first)
-        for index, j in enumerate(numbers):
-            marks = indicate and int(moments.counts[index]) < total
-            mean, std = float(moments.mean[index]), float(moments.std[index])
-            encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
-    for index, j in enumerate(j for j, stats in enumerate(known) if stats.kind == "category"):
-        values_per_client = [stats.values[index] for stats in first]
-        encoders[j] = replace(known[j], values=tuple(sorted(set().union(*values_per_client))))
-        sent[:, 0] += [category_bytes(values) for values in values_per_client]
-        sent[:, 1] += category_bytes(encoders[j].values)
-    return FittedEncoders(tuple(encoders), tuple(known), sent)
+    encoders = list(known)
+    for index, j in enumerate(numeric_columns(known)):
+        marks = indicate and int(found.columns.counts[index]) < rows
+        mean, std = float(found.columns.mean[index]), float(found.columns.std[index])
+        encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
+    coded = [j for j, encoder in enumerate(known) if encoder.kind == "category"]
+    for j, values in zip(coded, found.values, strict=True):
+        encoders[j] = replace(known[j], values=values)
+    return FittedEncoders(tuple(encoders), tuple(known))

@@ -2,8 +2,8 @@
 
 The grid is a constant and the number of sites: the same for every experiment, round and tensor. Neither the server nor a site
 chooses it, and it tells nothing about the data. The 64 bits suffice for entries from ``2^-28`` to ``2^32``. Rounding is to
-nearest, so the same update always gives the same integers. Tensors of 32-bit integers are added modulo ``2^32``: they fill
-the upper half of the 64 bits.
+nearest, so the same update always gives the same integers. Tensors of 64-bit integers are added as they are, and those of
+32-bit integers modulo ``2^32``: they fill the upper half of the 64 bits.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def is_in_range(tensor: Tensor, weight: float) -> bool:
         tensor: Values to encode.
         weight: Factor of the values.
     """
-    if not tensor.numel() or tensor.dtype == torch.int32:
+    if not tensor.numel() or tensor.dtype in (torch.int32, torch.int64):
         return True
     return float(tensor.abs().max()) * abs(weight) < RANGE
 
@@ -76,7 +76,9 @@ def quantize(tensors: Sequence[tuple[Tensor, float]], sites: int) -> np.ndarray:
     at, step = 0, step_size(sites)
     for tensor, weight in tensors:
         for chunk in _pieces(tensor):
-            if tensor.dtype == torch.int32:
+            if tensor.dtype == torch.int64:
+                encoded = chunk
+            elif tensor.dtype == torch.int32:
                 encoded = chunk.to(torch.int64) << 32
             else:
                 encoded = torch.round(chunk.double() * weight / step).to(torch.int64)
@@ -92,7 +94,7 @@ def _pieces(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def dequantize(integer_sum: np.ndarray, parts: Sequence[SumPart], sites: int) -> dict[str, Tensor]:
-    """Decode a sum to tensors in double precision, by name.
+    """Decode a sum to tensors in double precision, or int64 if the summands are, by name.
 
     Args:
         integer_sum: Sum of the integers, uint64.
@@ -102,7 +104,9 @@ def dequantize(integer_sum: np.ndarray, parts: Sequence[SumPart], sites: int) ->
     tensors, at, step = {}, 0, step_size(sites)
     for part in parts:
         numbers = torch.from_numpy(integer_sum[at : at + part.size].view(np.int64))
-        values = (numbers >> 32).double() if part.dtype == torch.int32 else numbers.double() * step
+        values = numbers
+        if part.dtype != torch.int64:
+            values = (numbers >> 32).double() if part.dtype == torch.int32 else numbers.double() * step
         tensors[part.name] = values.view(part.shape)
         at += part.size
     return tensors

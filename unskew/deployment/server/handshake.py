@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,12 +15,12 @@ from unskew.data.partitioned import PartitionedSource
 from unskew.data.task_options import apply_task_options
 from unskew.deployment.common.agreement import experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
-from unskew.deployment.server.column_statistics import collect_global_stats
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.data_exchange import federation_of_sites, remote_client, request_all
 from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.server.sum_exchange import SiteExchange, with_remaining_sites
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.methods.dp_sites import site_noise
@@ -92,6 +92,12 @@ def check_method_over_sites(
         check_late_joining(method, run.spec, replace(FederationInfo.of(reference), weights=run.weights, plan=plan))
     noise = site_noise(method)
     if noise is not None:
+        if sums:
+            raise ConfigError(
+                "The mean and standard deviation of columns and targets are computed from sums over the sites, which "
+                "dp:noise_at=sites does not protect. Standardize the data at the sites and remove task, missing, categories "
+                "and dates."
+            )
         if config.secure_aggregation != "required":
             raise ConfigError(
                 "dp:noise_at=sites protects only sums: the noise of a single site is too small. Set "
@@ -103,12 +109,6 @@ def check_method_over_sites(
                 "honest, or a larger --quorum."
             )
     if config.secure_aggregation == "required":
-        if sums:
-            raise ConfigError(
-                "The mean and standard deviation of columns and targets are computed from unmasked sums of each site, but "
-                "secure_aggregation=required allows the server to see only sums over all sites. Standardize the data at the "
-                "sites and remove task, missing, categories and dates, or turn secure aggregation off."
-            )
         if config.sampling == "poisson":
             raise ConfigError(
                 "A Poisson cohort may have fewer than three sites, whose sum must not be opened. Use sampling=fixed with "
@@ -148,6 +148,7 @@ def agree_on_data_and_model(
     spec: ModelSpec,
     frames: dict[int, Frame],
     sites: SiteManager,
+    roster: Mapping[int, Any],
 ) -> tuple[Federation, ModelSpec]:
     """Build the global data schema from the sites' statistics, and the model for it.
 
@@ -160,6 +161,7 @@ def agree_on_data_and_model(
         spec: Layout of the model for ``reference``.
         frames: First report of each client.
         sites: Connected sites; the header of their messages is updated to the agreed schema.
+        roster: Public signing keys, by client.
 
     Raises:
         ConfigError: If the data of a site do not fit the experiment.
@@ -167,17 +169,19 @@ def agree_on_data_and_model(
     """
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
-        reference = drawn.federation(collect_global_stats(drawn, frames, sites))
+        exchange = SiteExchange(sites, frames, config.secure_aggregation == "required", roster)
+        known = with_remaining_sites(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
+        reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         sites.connection.header = run_header(config, DataSchema.of(reference))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "client_info", lambda client, frame: frame)
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     federation = apply_task_options(federation, config.loss, config.class_weights)
-    known = DataSchema.of(federation)
-    sites.connection.header = run_header(config, known)
+    schema = DataSchema.of(federation)
+    sites.connection.header = run_header(config, schema)
     if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed
-        text = json.dumps(known.config(), sort_keys=True)
+        text = json.dumps(schema.config(), sort_keys=True)
         federation = replace(federation, fingerprint=hashlib.sha256(text.encode()).hexdigest()[:16])
     return federation, spec
 

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.deployment.secagg.crypto import decode_point
 from unskew.deployment.secagg.fixed_point import SumPart
-from unskew.deployment.secagg.protocol import LEAST, min_sites, ready_message
-from unskew.deployment.secagg.roster import is_signed
+from unskew.deployment.secagg.protocol import LEAST, min_sites
 from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_sum import (
@@ -24,8 +22,9 @@ from unskew.deployment.server.masked_sum import (
     UnmaskingError,
     WrongSharesError,
     parse_parts,
+    ready_site,
 )
-from unskew.deployment.wire.fields import LARGEST_NUMBER, parse_json_field, read_text
+from unskew.deployment.wire.fields import LARGEST_NUMBER
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record
@@ -69,7 +68,7 @@ class MaskedEngine(FlowerEngine):
     def _within_norm(self, opened: OpenedSum, weight: float) -> OpenedSum:
         """Return a sum, or an empty one with a warning if a mean is larger than a plain update may be."""
         for name, total in opened.tensors.items():
-            norm = float(torch.linalg.vector_norm(total)) / (
+            norm = float(torch.linalg.vector_norm(total.double())) / (
                 len(opened.clients) if name.startswith("upload/") else weight
             )
             if norm > self.wire_context.norm and name != "metrics":
@@ -149,21 +148,7 @@ class MaskedEngine(FlowerEngine):
             check_reply_matches(frame.config, broadcast, self._num_samples(client))
             parts = parse_parts(frame.config)
             self._check_parts(parts, broadcast)
-            keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
-            try:
-                public, seal_public = (str(key) for key in keys)
-                for key in (public, seal_public):
-                    decode_point(bytes.fromhex(key))
-                before = tuple(sorted(int(k) for k in opened))
-            except (ValueError, TypeError, OverflowError) as error:
-                raise InvalidMessageError("its keys or opened sums cannot be read") from error
-            if public == seal_public or any(owners.setdefault(k, client) != client for k in (public, seal_public)):
-                raise InvalidMessageError("its keys are not different from each other and from those of other sites")
-            signature, model = read_text(frame.config, "signature"), read_text(frame.config, "model")
-            message = ready_message(self.sites.run, broadcast.round, session, client, keys, model)
-            if not is_signed(self.roster, client, message, signature):
-                raise InvalidMessageError("its keys and model are not signed by the key in the roster")
-            return ReadySite(parts, (public, seal_public), signature, before, model=model)
+            return ready_site(client, frame, parts, (self.sites.run, broadcast.round, session), self.roster, owners)
 
         return take
 

@@ -14,7 +14,14 @@ from torch import Tensor
 
 from unskew.deployment.secagg import crypto
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, step_size
-from unskew.deployment.secagg.protocol import LEAST, parts_as_text, survivors_message, threshold, view_digest
+from unskew.deployment.secagg.protocol import (
+    LEAST,
+    parts_as_text,
+    ready_message,
+    survivors_message,
+    threshold,
+    view_digest,
+)
 from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
@@ -146,6 +153,43 @@ def parse_parts(config: dict[str, Any]) -> tuple[SumPart, ...]:
         if min(parts[-1].shape, default=0) < 0:
             raise InvalidMessageError(f"{str(name)[:60]!r} has an invalid shape")
     return tuple(parts)
+
+
+def ready_site(
+    client: int,
+    frame: Frame,
+    parts: tuple[SumPart, ...],
+    topic: tuple[str, int, str],
+    roster: Mapping[int, Any],
+    owners: dict[str, int],
+) -> ReadySite:
+    """Read the keys of a site that has its summands, and check that it has signed them.
+
+    Args:
+        client: Client number of the site.
+        frame: Reply of the site.
+        parts: Layout of its summands.
+        topic: Run, round and session of the sum.
+        roster: Public signing keys, by client.
+        owners: Client of each key that was received for this sum; the site's keys are added.
+
+    Raises:
+        InvalidMessageError: If the keys are invalid or not signed, or another site sent the same.
+    """
+    keys, opened = parse_json_field(frame.config, "keys"), parse_json_field(frame.config, "opened")
+    try:
+        public, seal_public = (str(key) for key in keys)
+        for key in (public, seal_public):
+            crypto.decode_point(bytes.fromhex(key))
+        before = tuple(sorted(int(k) for k in opened))
+    except (ValueError, TypeError, OverflowError) as error:
+        raise InvalidMessageError("its keys or opened sums cannot be read") from error
+    if public == seal_public or any(owners.setdefault(k, client) != client for k in (public, seal_public)):
+        raise InvalidMessageError("its keys are not different from each other and from those of other sites")
+    signature, model = read_text(frame.config, "signature"), read_text(frame.config, "model")
+    if not is_signed(roster, client, ready_message(*topic, client, keys, model), signature):
+        raise InvalidMessageError("its keys and model are not signed by the key in the roster")
+    return ReadySite(parts, (public, seal_public), signature, before, model=model)
 
 
 class MaskedSum:

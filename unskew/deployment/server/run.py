@@ -176,7 +176,9 @@ def _run_over_sites(
             roster,
         )
         frames = wait_for_sites(registry, total if deployment.quorum is None else deployment.quorum)
-        federation, spec = agree_on_data_and_model(config, deployment, method, drawn, reference, spec, frames, sites)
+        federation, spec = agree_on_data_and_model(
+            config, deployment, method, drawn, reference, spec, frames, sites, roster
+        )
         wire_context = WireContext(
             method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6)
         )

@@ -19,11 +19,11 @@ import torch
 from unskew.config.experiment import Experiment
 from unskew.deployment.common.agreement import SKEW, experiment_digest
 from unskew.deployment.common.data_schema import read_schema, reference_schema
-from unskew.deployment.site.column_statistics import describe_sums
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config, read_experiments
 from unskew.deployment.site.data import load_site_data, own_split, schema_from_own_data
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
+from unskew.deployment.site.sums import describe_sums
 from unskew.deployment.site.trainer import SiteTrainer
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import encode_broadcast, encode_update
@@ -110,7 +110,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield Finding("data", True, f"{counts}, {which}")
     if compared:
         yield Finding("data", None, compared)
-    for line in describe_sums(samples):
+    for line in describe_sums(samples.rows()):
         yield Finding("sent once", None, line)
     work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")

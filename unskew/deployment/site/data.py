@@ -16,7 +16,7 @@ from unskew.data.federation import ClientData, Federation
 from unskew.data.load import load_partitioned, load_source_for
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import Partition
-from unskew.data.partitioned import PartitionedSource
+from unskew.data.partitioned import PartitionedSource, rows_of_table
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.encoders import Encoder, FittedEncoders
 from unskew.data.readers.tables import SampleTable, Source
@@ -27,6 +27,7 @@ from unskew.deployment.common.client_view import SingleClientView
 from unskew.deployment.common.data_schema import DataSchema, reference_schema
 from unskew.deployment.site.config import OwnData, SiteConfig, resolve_path
 from unskew.errors import ConfigError, DataError
+from unskew.sums.base import ClientRows
 from unskew.tasks.regression import Regression
 
 
@@ -63,7 +64,7 @@ class SiteData:
         source, parts = self.source, (self.train, self.held)
         self.check_kind(reference)
         if reference.columns:
-            fitted = FittedEncoders(reference.columns, source.encoders, np.zeros((0, 2), np.int64))
+            fitted = FittedEncoders(reference.columns, source.encoders)
             x, x_test = (fitted.apply(part.x) for part in parts)
         else:
             x, x_test = (part.x for part in parts)
@@ -96,6 +97,10 @@ class SiteData:
             encoders=reference.columns,
         )
         return apply_task_options(federation, loss, reference.weights or None)
+
+    def rows(self) -> ClientRows:
+        """Return the training rows as sums use them, before global statistics are applied."""
+        return rows_of_table(self.source, self.train.x, self.train.y, np.arange(len(self.train)))
 
     def check_kind(self, reference: DataSchema) -> None:
         """Validate that task, classes, targets and columns match the server's.

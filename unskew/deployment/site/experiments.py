@@ -7,6 +7,7 @@ from pathlib import Path
 
 from unskew.config.experiment import Experiment
 from unskew.deployment.common.data_schema import DataSchema, read_schema, reference_schema
+from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, agreed_experiments
 from unskew.deployment.site.data import SiteData, load_site_data, own_split
 from unskew.deployment.site.trainer import SiteTrainer
@@ -181,9 +182,7 @@ def check_settings(reference: DataSchema, config: Experiment, kind: str) -> None
         InvalidMessageError: If the message differs from the experiment.
     """
     weights, sent = config.class_weights, reference.weights
-    if config.secure_aggregation == "required" and not reference.settled:
-        raise InvalidMessageError("it asks for sums of columns, which secure aggregation does not support")
-    if not sent and kind in ("hello", "squares"):
+    if not sent and kind in ("hello", "sums", *PHASES):
         return  # class weights are not known yet
     if weights == "balanced":
         # A balanced weight is N / (C n_c), and no class has more than all N samples.

@@ -42,6 +42,8 @@ class Records(JsonModel):
     """Runs that used the data, by identifier."""
     models: dict[str, Clients] = Field(default_factory=dict)
     """Clients of each opened sum, by the digest of the model from which they trained."""
+    sums: dict[str, Clients] = Field(default_factory=dict)
+    """Clients of each opened sum of statistics, by the digest of experiment and requests."""
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,48 @@ class DataLedger:
         )
 
     def _write(self, records: Records, current: RunRecord) -> None:
+        self._store(records.model_copy(update={"runs": {**records.runs, self.run: current}}))
+
+    def _store(self, records: Records) -> None:
         make_folder(self.path.parent)
         self.path.parent.chmod(0o700)
-        write_model(self.path, records.model_copy(update={"runs": {**records.runs, self.run: current}}))
+        write_model(self.path, records)
+
+
+@dataclass(frozen=True)
+class SumsLedger(DataLedger):
+    """``DataLedger`` for federated sums: the same requests of an experiment are always summed over the same clients.
+
+    Attributes:
+        key: Digest of experiment and requests.
+    """
+
+    key: str = ""
+
+    def opened(self, round: int) -> tuple[int, ...]:
+        """Return the clients whose sum was opened for these requests, or an empty tuple."""
+        return self._read().sums.get(self.key, ())
+
+    def check(self, round: int, clients: tuple[int, ...], model: str) -> None:
+        """Validate that no sum over other clients was opened for these requests.
+
+        Args:
+            round: Not used.
+            clients: Clients in the sum.
+            model: Not used.
+
+        Raises:
+            SumAlreadyOpenedError: If another one was opened.
+        """
+        before = self.opened(round)
+        if before and before != clients:
+            raise SumAlreadyOpenedError(
+                f"this site has already opened these statistics over clients {', '.join(map(str, before))}; the difference "
+                "from another sum could reveal those of one site"
+            )
+
+    def record(self, round: int, clients: tuple[int, ...], model: str) -> None:
+        """Store on disk that a sum is being opened; call this before the first share leaves the site."""
+        self.check(round, clients, model)
+        records = self._read()
+        self._store(records.model_copy(update={"sums": {**records.sums, self.key: clients}}))

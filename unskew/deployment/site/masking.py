@@ -318,24 +318,45 @@ class SecAggClient:
         summand_list = summands(update, delta)
         if not update.is_finite() or not all(is_in_range(t, weight) for _, t, weight in summand_list):
             return Frame("unusable", {"client": update.client})
+        fields = {"num_samples": update.num_samples, "weight": float(update.weight)}
+        return self.start(session, update.origin_round, summand_list, model, ledger, min_sites, fields)
+
+    def start(
+        self,
+        session: str,
+        round: int,
+        summands: list[tuple[str, Tensor, float]],
+        model: BroadcastDigest,
+        ledger: DataLedger,
+        min_sites: int = LEAST,
+        fields: dict[str, Any] | None = None,
+    ) -> Frame:
+        """Start to take part in a sum.
+
+        Args:
+            session: Identifier of the sum.
+            round: Number of the round; -1 before the first.
+            summands: Name, tensor and weight of each summand.
+            model: Digests of what all sites of the sum must have received.
+            ledger: Record of the sums that the site has opened.
+            min_sites: Minimum number of sites in the sum.
+            fields: Further fields of the reply.
+        """
         assert self.identity is not None, "a site without a roster trains no masked experiment"
-        parts = [SumPart(name, t.dtype, tuple(t.shape)) for name, t, _ in summand_list]
-        open_sum = OpenSum(
-            self.identity, ledger, session, update.origin_round, model, summand_list, parts, min_sites=min_sites
-        )
+        parts = [SumPart(name, t.dtype, tuple(t.shape)) for name, t, _ in summands]
+        open_sum = OpenSum(self.identity, ledger, session, round, model, summands, parts, min_sites=min_sites)
         keys = [crypto.public_key(secret).hex() for secret in (open_sum.secret, open_sum.seal_secret)]
-        message = ready_message(ledger.run, update.origin_round, session, update.client, keys, model.signed)
+        message = ready_message(ledger.run, round, session, self.identity.client, keys, model.signed)
         config = {
-            "client": update.client,
+            "client": self.identity.client,
             "session": session,
-            "round": update.origin_round,
-            "num_samples": update.num_samples,
-            "weight": float(update.weight),
+            "round": round,
+            **(fields or {}),
             "parts": parts_as_text(parts),
             "keys": json.dumps(keys),
             "model": model.signed,
             "signature": self.identity.sign(message),
-            "opened": json.dumps(ledger.opened(update.origin_round)),
+            "opened": json.dumps(ledger.opened(round)),
         }
         self._open.pop(ledger.run, None)
         self._open[ledger.run] = open_sum

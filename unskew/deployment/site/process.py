@@ -6,14 +6,12 @@ import base64
 import hashlib
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-
-import torch
 
 from unskew.deployment.common.agreement import PROTOCOL, software_versions
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg.protocol import PHASES
-from unskew.deployment.site.column_statistics import site_squares, site_sums
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
@@ -21,13 +19,18 @@ from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
+from unskew.deployment.site.sums import masked_reply, plain_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import decode_requests
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
+from unskew.sums.base import ClientRows
+from unskew.sums.exchange import own_sums
+from unskew.sums.registry import SUMS
 
 
 class SiteTimeoutError(UnskewError):
@@ -75,7 +78,7 @@ class SiteProcess:
 
     def _reply(self, request: Frame) -> Frame:
         config = request.config
-        if request.kind not in ("hello", "squares", "contribute", "receive", "train", "evaluate", *PHASES):
+        if request.kind not in ("hello", "sums", "contribute", "receive", "train", "evaluate", *PHASES):
             raise InvalidMessageError(f"unknown request: {request.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(
@@ -87,7 +90,7 @@ class SiteProcess:
         check_settings(reference, self.experiments.config(digest), request.kind)
         self.experiments.check_noise(digest)
         if not reference.settled:
-            reply = self._summed(request, digest, reference)
+            reply = self._reply_before_schema(request, digest, reference)
             return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, {}, reply.arrays)
         self.experiments.check_schema(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
@@ -114,6 +117,10 @@ class SiteProcess:
         if request.kind == "hello":
             reply = work.client_info(work.data)
             return self._with_site_info(request, reply)
+        if request.kind == "sums":
+            samples = self.experiments.samples(digest, work.reference)
+            rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
         if request.kind in PHASES:
@@ -165,20 +172,39 @@ class SiteProcess:
             "contribution", {"client": self.config.client, "payload_digest": payloads.digest, **texts}, metrics, sent
         )
 
-    def _summed(self, request: Frame, digest: str, reference: DataSchema) -> Frame:
-        """Reply with the site's statistics, before global statistics determine the encoding of columns and targets."""
+    def _reply_before_schema(self, request: Frame, digest: str, reference: DataSchema) -> Frame:
+        """Reply before global statistics determine the encoding of columns and targets."""
+        if self.experiments.noise[digest] is not None:
+            raise InvalidMessageError("it asks for sums of columns, which noise at the sites does not protect")
         samples = self.experiments.samples(digest, reference)
         samples.check_kind(reference)
-        if request.kind == "squares":
-            check_records(request, ("sums",))
-            return Frame(
-                "squares", {}, {}, site_squares(samples, decode_record(request, "sums").get("mean", torch.zeros(0)))
-            )
-        if request.kind != "hello":
-            raise InvalidMessageError("the global column statistics are not known yet")
-        sums, values = site_sums(samples)
-        config = size_report(self.config, len(samples.train), len(samples.held))
-        return self._with_site_info(request, Frame("client_info", {**config, "values": values}, {}, sums))
+        if request.kind == "hello":
+            config = size_report(self.config, len(samples.train), len(samples.held))
+            return self._with_site_info(request, Frame("client_info", config))
+        if request.kind == "sums":
+            return self._sums(request, digest, reference, samples.rows(), samples.total)
+        if request.kind in PHASES:
+            return self.masks.reply(read_text(request.config, "run"), request)
+        raise InvalidMessageError("the global column statistics are not known yet")
+
+    def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, clients: int) -> Frame:
+        """Reply with the summands of this site, or start to mask them."""
+        run, requests = read_text(request.config, "run"), decode_requests(request)
+        masked = self.experiments.config(digest).secure_aggregation == "required"
+        ledger = self.config.path("state", self.folder) / LEDGER
+        if self.experiments.limited[digest]:
+            DataLedger(ledger, run, self.config.max_runs).admit()
+        if masked:
+            before = self.masks.again(run, read_text(request.config, "session"))
+            if before is not None:
+                return before
+        refused = next((kind for kind in (SUMS[one.kind] for one in requests) if kind.permission), None)
+        if refused is not None:
+            raise ConfigError(f"The site {self.config.name} does not allow the statistic {refused.permission}.")
+        own = own_sums(rows, requests)
+        if masked:
+            return masked_reply(request, requests, own, reference, self.masks, ledger, clients)
+        return plain_reply(own, self.config.client)
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""

@@ -102,6 +102,16 @@ class SiteTrainer:
         """Return the federation with other samples for this site."""
         return replace(self.original, clients=SingleClientView(data, self.total))
 
+    def class_counts(self) -> torch.Tensor:
+        """Return the number of training samples of each class or label, ``[C]``; empty if there are none."""
+        return self.count_classes(self.data)
+
+    def count_classes(self, data: ClientData) -> torch.Tensor:
+        """Return the number of samples of each class or label of some data."""
+        if not self.reference.counted:
+            return torch.zeros(0, dtype=torch.int64)
+        return TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
+
     def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
         counts = torch.zeros(self.reference.counted, dtype=torch.int64)
@@ -109,8 +119,8 @@ class SiteTrainer:
         if self.noise is not None:  # nothing that depends on the samples: one sample of the first class
             counts[:1] = 1
             sizes = HIDDEN_SIZE, 0
-        elif self.reference.counted:
-            counts = TASKS[self.reference.task].counts(data.y.cpu(), self.reference.counted).to(torch.int64)
+        else:
+            counts = self.count_classes(data)
         config = {**size_report(self.site, *sizes), "parameters": self.spec.size}
         return Frame("client_info", config, {}, encode_record("client_info", {"class_counts": counts}))
 

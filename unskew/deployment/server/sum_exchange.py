@@ -1,0 +1,157 @@
+"""Federated sums over sites: one message in plain, or a masked sum of which the server sees only the total."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from unskew.deployment.secagg import exact_sums
+from unskew.deployment.secagg.protocol import LEAST
+from unskew.deployment.server.data_exchange import MOST, request_all
+from unskew.deployment.server.masked_sum import (
+    MaskedSum,
+    ReadySite,
+    SumReopenedError,
+    UnmaskingError,
+    WrongSharesError,
+    parse_parts,
+    ready_site,
+)
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.wire.fields import read_integer
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import decode_sums, encode_requests
+from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, printable
+from unskew.errors import ConfigError, EngineError, UnskewError
+from unskew.sums.base import SumRequest, Sums
+from unskew.sums.exchange import num_bytes, total
+from unskew.sums.registry import SUMS
+
+TRIES = 3
+"""Number of attempts if too few sites remain to open a masked sum."""
+Result = TypeVar("Result")
+
+
+class SiteLeftError(UnskewError):
+    """A site was excluded during an exchange, so earlier sums are of other sites than later ones."""
+
+
+class SiteExchange:
+    """Exchange of sums over sites.
+
+    Args:
+        sites: Connected sites.
+        frames: First report of each client that takes part.
+        masked: Whether the server may see only sums over all sites.
+        roster: Public signing keys, by client, for masked sums.
+
+    Attributes:
+        num_samples: Number of training samples of each client that takes part.
+        traffic: Bytes that each client sent and received, ``[K, 2]``.
+        replies: Summands of each client in the last exchange; empty under secure aggregation.
+    """
+
+    def __init__(self, sites: SiteManager, frames: Mapping[int, Frame], masked: bool, roster: Mapping[int, Any]):
+        self.sites, self.masked, self.roster = sites, masked, roster
+        self.num_samples = {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
+        self.traffic = np.zeros((len(frames), 2), np.int64)
+        self.replies: dict[int, list[Sums]] = {}
+
+    @property
+    def clients(self) -> list[int]:
+        """Clients that take part, in order."""
+        return [*self.num_samples]
+
+    def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
+        """Return the sums over all sites for each request.
+
+        Args:
+            requests: Requests that every site answers in one message.
+
+        Raises:
+            SiteLeftError: If a site was excluded because its reply is invalid; call again without it.
+            EngineError: If a site does not allow a request, or too few sites reply.
+        """
+        sums = self._masked(requests) if self.masked else self._plain(requests)
+        asked = sum(num_bytes(request.tensors) for request in requests)
+        sent = [sums] * len(self.clients) if self.masked else [*self.replies.values()]
+        self.traffic = self.traffic + np.array([[sum(map(num_bytes, own)), asked] for own in sent], np.int64)
+        return sums
+
+    def _plain(self, requests: Sequence[SumRequest]) -> list[Sums]:
+        def take(client: int, frame: Frame) -> list[Sums]:
+            self._check_not_refused(client, frame, requests)
+            return decode_sums(frame, requests, self.num_samples[client])
+
+        frame = encode_requests(requests)
+        self.replies = request_all(self.sites, dict.fromkeys(self.clients, frame), "sums", take)
+        if len(self.replies) < len(self.num_samples):
+            self.num_samples = {k: self.num_samples[k] for k in self.replies}
+            self.traffic = np.zeros((len(self.num_samples), 2), np.int64)
+            raise SiteLeftError("a site was excluded")
+        return total(requests, self.replies.values())
+
+    def _masked(self, requests: Sequence[SumRequest]) -> list[Sums]:
+        if len(self.clients) < LEAST:
+            raise ConfigError(f"Masked sums need at least {LEAST} sites, but there are {len(self.clients)}.")
+        wanted = [("sums", "int64", (exact_sums.encoded_size(requests),))]
+        for _ in range(TRIES):
+            summation = MaskedSum(self.sites, -1, len(self.clients), self.roster)
+            owners: dict[str, int] = {}
+
+            def take(
+                client: int, frame: Frame, session: str = summation.session, owners: dict[str, int] = owners
+            ) -> ReadySite:
+                self._check_not_refused(client, frame, requests)
+                if frame.kind != "ready" or read_integer(frame.config, "client") != client:
+                    raise InvalidMessageError(f"its kind is {frame.kind[:40]!r}, but its sums must be masked")
+                parts = parse_parts(frame.config)
+                if [(part.name, NAMES[part.dtype], part.shape) for part in parts] != wanted:
+                    raise InvalidMessageError("the layout of its sums does not match the request")
+                return ready_site(client, frame, parts, (self.sites.run, -1, session), self.roster, owners)
+
+            try:
+                opened = summation.of(dict.fromkeys(self.clients, encode_requests(requests)), take)
+            except (WrongSharesError, UnmaskingError) as error:
+                reason = "; ".join(text for text, _ in getattr(error, "guilty", {}).values())
+                self.sites.warn(f"The sums could not be opened{': ' if reason else ''}{reason}; they are asked again.")
+                continue
+            except SumReopenedError as error:
+                raise EngineError(f"These sums were opened before over {error}, of which some are missing.") from error
+            names = [self.sites.name(k) for k in opened.clients]
+            self.sites.log("sum opened", sites=names, requests=[request.digest for request in requests])
+            return exact_sums.decode(requests, opened.tensors["sums"].numpy())
+        raise EngineError(
+            f"The sums over all {len(self.clients)} sites could not be opened, because some do not reply or report wrong "
+            "shares. Start the command again when they are back."
+        )
+
+    def _check_not_refused(self, client: int, frame: Frame, requests: Sequence[SumRequest]) -> None:
+        """Stop with the reason if a site has refused sums that cannot be computed without it.
+
+        Raises:
+            EngineError: If it has refused a masked sum, or a statistic that its administrator must allow.
+            InvalidMessageError: If it has refused another sum; the site is excluded.
+        """
+        if frame.kind != "refused":
+            return
+        reason = f"{self.sites.name(client)} refused: {printable(frame.config.get('reason'))}"
+        if self.masked or any(SUMS[request.kind].permission for request in requests):
+            raise EngineError(reason)
+        raise InvalidMessageError(reason)
+
+
+def with_remaining_sites(exchange: SiteExchange, compute: Callable[[SiteExchange], Result]) -> Result:
+    """Return what a function computes from sums; without a site that was excluded meanwhile, everything is computed again.
+
+    Args:
+        exchange: Exchange of sums over sites.
+        compute: Function of the exchange.
+    """
+    while True:
+        try:
+            return compute(exchange)
+        except SiteLeftError:
+            continue

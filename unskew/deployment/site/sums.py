@@ -1,0 +1,97 @@
+"""Federated sums at a site: computes its summands, and sends them in plain or under masks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.secagg import exact_sums
+from unskew.deployment.secagg.protocol import min_sites
+from unskew.deployment.site.ledger import SumsLedger
+from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.wire.digests import BroadcastDigest
+from unskew.deployment.wire.fields import read_text
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import encode_sums
+from unskew.errors import ConfigError, abbreviate
+from unskew.sums.base import ClientRows, SumRequest, Sums
+from unskew.sums.exchange import num_bytes, own_sums
+from unskew.sums.registry import SUMS
+
+
+def requests_key(experiment: str, requests: Sequence[SumRequest]) -> str:
+    """Return the digest of an experiment and of requests for sums.
+
+    Args:
+        experiment: Digest of the experiment.
+        requests: Requests of one message.
+    """
+    return hashlib.sha256(json.dumps([experiment, [request.digest for request in requests]]).encode()).hexdigest()
+
+
+def masked_reply(
+    request: Frame,
+    requests: Sequence[SumRequest],
+    own: Sequence[Sums],
+    reference: DataSchema,
+    masks: SecAggClient,
+    ledger: Path,
+    clients: int,
+) -> Frame:
+    """Start to take part in the masked sum of what the server has requested.
+
+    Args:
+        request: Message of the server.
+        requests: Its requests.
+        own: Summands of this site.
+        reference: Data schema of the message, which all sites must have received.
+        masks: Secure aggregation of this site.
+        ledger: File of the record of opened sums.
+        clients: Number of clients of the experiment.
+
+    Raises:
+        ConfigError: If masks cannot hide the summands.
+    """
+    if any(one.kind == "categories" for one in requests):
+        raise ConfigError(
+            "The values of categorical columns are a union, which masks cannot hide. List them in the experiment "
+            "(categories: {column: [value, ...]})."
+        )
+    run, session = read_text(request.config, "run"), read_text(request.config, "session")
+    key = requests_key(read_text(request.config, "digest"), requests)
+    signed = hashlib.sha256(json.dumps([key, reference.config()], sort_keys=True).encode()).hexdigest()
+    summands = [("sums", exact_sums.encode(requests, own), 1.0)]
+    opened = SumsLedger(ledger, run, key=key)
+    return masks.start(
+        session, -1, summands, BroadcastDigest(signed, key, {}), opened, min_sites=min_sites(clients, None)
+    )
+
+
+def plain_reply(own: Sequence[Sums], client: int) -> Frame:
+    """Return the summands of this site.
+
+    Args:
+        own: Summands for each request.
+        client: Client number of the site.
+    """
+    return encode_sums(own, client=client)
+
+
+def describe_sums(rows: ClientRows) -> list[str]:
+    """Describe, for the administrator of a site, the statistics that the experiment itself needs from the site.
+
+    Args:
+        rows: Training rows of the site, as read.
+    """
+    args, lines = {"columns": [*rows.columns], "targets": [*rows.target_names]}, []
+    if rows.columns or rows.target_names:
+        requests = [SumRequest(kind, args) for kind in ("moments", "squares")]
+        size = sum(num_bytes(own) for own in own_sums(rows, requests[:1])) * 3 // 2
+        lines.append("; ".join(SUMS[request.kind].describe(request) for request in requests) + f"; {size} bytes")
+    for name, values in rows.values.items():
+        size = len(json.dumps([*values], ensure_ascii=False, separators=(",", ":")).encode())
+        lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
+    return lines
