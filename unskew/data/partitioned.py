@@ -18,7 +18,14 @@ from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
-from unskew.data.readers.encoders import FittedEncoders, client_values, fit_encoders, missing_values, numeric_columns
+from unskew.data.readers.encoders import (
+    FittedEncoders,
+    client_values,
+    column_rows,
+    fit_encoders,
+    missing_values,
+    numeric_columns,
+)
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import task_with_moments
@@ -122,7 +129,7 @@ class PartitionedSource:
         return GlobalStats(
             fit_encoders(known, source.indicate, found, rows) if known else None,
             task_with_moments(found.targets) if targets else None,
-            exchange.traffic + [0, found.result_bytes],
+            exchange.traffic + [0, found.result_bytes] + (0 if self.sent is None else self.sent),
         )
 
     def federation(self, known: GlobalStats) -> Federation:
@@ -194,11 +201,9 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
     """
     known, targets = source.encoders, target_names(source)
     table = x.numpy()[rows] if known else np.zeros((len(rows), 0))
-    numbers = numeric_columns(known)
     names = [encoder.name for encoder in known]
-    return ClientRows(
-        columns=tuple(names[j] for j in numbers),
-        numbers=table[:, numbers].astype(np.float64),
+    return replace(
+        column_rows(table, known),
         values=client_values(table, known),
         missing=dict(zip(names, missing_values(table, known).sum(0).tolist(), strict=True)) if known else {},
         target_names=targets,
