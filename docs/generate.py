@@ -28,6 +28,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.partition.parsing import OPTIONS, PARTITIONS
 from unskew.data.sources.registry import HUB, SOURCES
+from unskew.deployment.common.requests import REQUESTS
 from unskew.deployment.site.config import SiteConfig
 from unskew.measurements.consensus import Consensus
 from unskew.measurements.gradient_dissimilarity import Gradients
@@ -48,6 +49,7 @@ from unskew.protocol.requirements import NEEDS
 from unskew.protocol.rule import Rule, WithServerHalf
 from unskew.protocol.search_space import RangeSpace
 from unskew.runs.resume import RESUMABLE
+from unskew.sums.registry import SUMS
 from unskew.tasks.metrics import METRICS, TWO_CLASSES
 from unskew.tasks.primary_metric import KNOWN_METRICS
 from unskew.tasks.registry import TASKS
@@ -515,6 +517,25 @@ def site_fields(position: Position) -> str:
     return markdown_table(["field", "default", "meaning"], rows)
 
 
+def messages(position: Position) -> str:
+    """The messages that a site answers, and what its replies contain."""
+    rows = [[f"`{name}`", kind.when, kind.reply, kind.masked] for name, kind in REQUESTS.items()]
+    return markdown_table(["message", "when", "what leaves the site", "what the server sees, masked"], rows)
+
+
+def sums(position: Position) -> str:
+    """The kinds of federated sums, with the permission that each needs."""
+    rows = [
+        [
+            f"`{name}`",
+            f"`{kind.permission}`" if kind.permission else "the experiment needs it",
+            plain(inspect.getdoc(kind) or ""),
+        ]
+        for name, kind in sorted(SUMS.items(), key=lambda one: (one[1].permission, one[0]))
+    ]
+    return markdown_table(["sum", "permission", "content"], rows)
+
+
 def attack_kinds(position: Position) -> str:
     """The kinds of attacks with their options."""
     rows = []
@@ -607,6 +628,8 @@ GENERATORS: dict[str, Callable[..., str]] = {
         tunable_fields,
         deploy_commands,
         site_fields,
+        messages,
+        sums,
         sources,
         attack_kinds,
         diagnostics,

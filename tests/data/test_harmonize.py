@@ -86,7 +86,9 @@ def test_equals_the_published_algorithm(empirical_bayes, mean_only, covariates):
     for seed in range(5):
         x, sites, z = cohort(seed)
         z = z[:, :covariates]
-        np.testing.assert_allclose(combat(x, sites, z, **options), published(x, sites, z, **options), rtol=0, atol=5e-14)
+        np.testing.assert_allclose(
+            combat(x, sites, z, **options), published(x, sites, z, **options), rtol=0, atol=5e-14
+        )
 
 
 def test_the_sums_over_sites_are_a_pooled_regression_with_site_intercepts():
@@ -124,7 +126,9 @@ def test_effects_of_covariates_remain():
     x = z * [0.1, -0.2, 0.3] + rng.normal(size=(400, 3)) + np.array([0.0, 4.0])[sites][:, None]
     with_age = combat(x, sites, z)
     assert np.polyfit(z[:, 0], with_age[:, 2], 1)[0] == pytest.approx(0.3, abs=0.02)
-    assert np.polyfit(z[:, 0], combat(x, sites)[:, 2], 1)[0] < 0.2  # without the covariate, age is removed with the site
+    assert (
+        np.polyfit(z[:, 0], combat(x, sites)[:, 2], 1)[0] < 0.2
+    )  # without the covariate, age is removed with the site
 
 
 @pytest.mark.parametrize(

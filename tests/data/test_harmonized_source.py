@@ -77,9 +77,7 @@ def test_standardization_uses_moments_of_harmonized_rows(table):
 
 def test_traffic_is_that_of_the_sums(table):
     plain = unskew.load_federation(**options(table, harmonize="none", missing="mean", features=["age", *NUMBERS]))
-    fed = unskew.load_federation(
-        **options(table, features=["age", *NUMBERS], harmonize={"covariates": ["age"]})
-    )
+    fed = unskew.load_federation(**options(table, features=["age", *NUMBERS], harmonize={"covariates": ["age"]}))
     sent = 8 * (1 + 4) + 8 * (1 + 4 + 4)
     assert (fed.stats_traffic - plain.stats_traffic).tolist() == [[sent, 8 * 4]] * 3
 
@@ -180,7 +178,9 @@ def test_rejects_images_and_texts(tmp_path):
         unskew.load_federation("digits", partition="natural:x", harmonize="combat")
     (tmp_path / "texts.csv").write_text("site,text,label\na,one,x\nb,two,y\n" * 9)
     with pytest.raises(ConfigError, match="not texts"):
-        unskew.load_federation(f"text:{tmp_path}/texts.csv", partition="natural:site", label="label", harmonize="combat")
+        unskew.load_federation(
+            f"text:{tmp_path}/texts.csv", partition="natural:site", label="label", harmonize="combat"
+        )
 
 
 def test_rejects_missing_values_of_harmonized_columns(tmp_path):
@@ -207,7 +207,9 @@ def test_new_sites_of_the_test_set_need_twenty_rows(tmp_path):
     lines = (folder / "train.csv").read_text().splitlines()
     (folder / "test.csv").write_text("\n".join([lines[0], *[f"Paris{line[4:]}" for line in lines[1:20]]]))
     chosen = options(f"table:{folder}")
-    with pytest.raises(DataError, match="the test rows: hospital 'Paris' is not among the training rows and has 19 rows"):
+    with pytest.raises(
+        DataError, match="the test rows: hospital 'Paris' is not among the training rows and has 19 rows"
+    ):
         unskew.load_federation(**chosen)
     (folder / "test.csv").write_text("\n".join([lines[0], *[f"Paris{line[4:]}" for line in lines[1:31]]]))
     changes = {"method": "combat", "empirical_bayes": False}

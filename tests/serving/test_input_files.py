@@ -35,7 +35,7 @@ def run(tmp_path_factory):
 def test_predictions_for_the_test_rows_are_those_of_the_run(run):
     predictor = unskew.load_predictor(run / "run")
     accuracy = predictor.evaluate_file(run / "data" / "test.csv", intervals=False)[0]["accuracy"]
-    assert accuracy == json.loads((run / "run" / "summary.json").read_text())["final_accuracy"]
+    assert accuracy == json.loads((run / "run" / "summary.json").read_text())["accuracy"]
 
 
 def test_a_single_row_gets_the_parameters_of_its_site(run, tmp_path):

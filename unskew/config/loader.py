@@ -123,6 +123,10 @@ def _read_as_names(node: Any, name: str = "", inner: bool = False) -> None:
         for key, value in node.value:
             if key.value and (key.value != "columns" or name in ("harmonize", "text")):
                 _read_as_names(value, str(key.value))
+    elif isinstance(node, yaml.MappingNode) and name in ("categories", "category_values"):
+        for key, value in node.value:
+            _read_as_names(key, "categories", True)
+            _read_as_names(value, "categories")
     elif isinstance(node, yaml.SequenceNode) and name in COLUMNS:
         for item in node.value:
             _read_as_names(item, name, True)

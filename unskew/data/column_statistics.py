@@ -38,13 +38,13 @@ class ColumnTotals(NamedTuple):
     Attributes:
         columns: Moments of the numeric columns.
         targets: Moments of the targets.
-        values: Values of each categorical column, sorted.
+        values: Values of each categorical column, sorted, by its name.
         result_bytes: Bytes of the results, which each client receives.
     """
 
     columns: ColumnMoments
     targets: ColumnMoments
-    values: tuple[tuple[str, ...], ...]
+    values: dict[str, tuple[str, ...]]
     result_bytes: int
 
 
@@ -66,7 +66,8 @@ def column_totals(
     requests = [SumRequest("moments", args)] if names else []
     requests += [SumRequest("categories", {"columns": [*coded]})] if coded else []
     first = exchange(requests) if requests else []
-    values = tuple(tuple(sorted(decode_values(tensor))) for tensor in first[-1].values()) if coded else ()
+    named = zip(coded, first[-1].values(), strict=True) if coded else ()
+    values = {name: tuple(sorted(decode_values(tensor))) for name, tensor in named}
     counts, mean, std = np.zeros(0, np.int64), np.zeros(0), np.zeros(0)
     if names:
         counts = first[0]["counts"].numpy()
@@ -78,7 +79,9 @@ def column_totals(
         std = np.sqrt(second["squares"].numpy() / counts)
         std = np.where(std < CONSTANT, 1.0, std)
     moments = [ColumnMoments(counts[at], mean[at], std[at]) for at in (slice(len(columns)), slice(len(columns), None))]
-    return ColumnTotals(moments[0], moments[1], values, 2 * NUMBER * len(names) + sum(map(category_bytes, values)))
+    return ColumnTotals(
+        moments[0], moments[1], values, 2 * NUMBER * len(names) + sum(map(category_bytes, values.values()))
+    )
 
 
 def category_bytes(values: Sequence[str]) -> int:

@@ -92,6 +92,7 @@ class Federation:
             ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
         unseen_names: Names of the unseen clients; empty if they have no names.
+        counts_known: Whether the clients' labels give the class counts of each client; not at a server that sees only sums.
     """
 
     clients: Sequence[ClientData]
@@ -114,6 +115,7 @@ class Federation:
     missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
+    counts_known: bool = True
 
     def __post_init__(self) -> None:
         check_integer(self.classes, "classes", least=1)
@@ -181,7 +183,7 @@ class Federation:
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return samples per client and class ``[K, C]`` and the class names; without labels, per text group."""
-        if self.objective.labeled:
+        if self.objective.labeled and self.counts_known:
             return self.class_counts(), self.names
         what = "texts" if self.task == "language" else "samples"
         return (self.sizes[:, None], (what,)) if self.text_groups is None else self.text_groups

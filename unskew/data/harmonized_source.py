@@ -128,15 +128,14 @@ def harmonized(drawn: PartitionedSource, training: PartitionedSource | None = No
     columns, covariates = harmonized_columns(spec, source)
     distance = confounding(training, spec.harmonize.confounded == "allow")
     exchange = SimulatedExchange(training.client_rows)
-    coded = [encoder.name for encoder in source.encoders if encoder.kind == "category"]
-    levels: dict[str, tuple[str, ...]] = {}
-    if {*coded} & {*covariates}:
-        (values,) = exchange([SumRequest("categories", {"columns": coded})])
-        levels = {name: tuple(decode_values(values[f"values.{j}"])) for j, name in enumerate(coded)}
+    kinds = {encoder.name: encoder.kind for encoder in source.encoders}
+    levels = {name: tuple(spec.category_values.get(name, ())) for name in covariates}
+    coded = [name for name, values in levels.items() if kinds[name] == "category" and not values]
+    if coded:
+        (found,) = exchange([SumRequest("categories", {"columns": coded})])
+        levels |= {name: tuple(decode_values(found[f"values.{j}"])) for j, name in enumerate(coded)}
     site = parse_partition(spec.partition)[1]
-    fit = fit_harmonization(
-        exchange, site, spec.harmonize, columns, [(name, levels.get(name, ())) for name in covariates]
-    )
+    fit = fit_harmonization(exchange, site, spec.harmonize, columns, [*levels.items()])
     encoders, x, rows = source.encoders, drawn.train.x.numpy(), drawn.rows.numpy()
     sites = {}
     for name, start, stop in zip(parts.names, parts.offsets, drawn.splits, strict=False):

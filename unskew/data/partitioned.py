@@ -20,16 +20,16 @@ from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
 from unskew.data.readers.encoders import (
     FittedEncoders,
-    client_values,
     column_rows,
     fit_encoders,
     missing_values,
     numeric_columns,
+    values_of,
 )
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import task_with_moments
-from unskew.sums.base import ClientRows
+from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
 from unskew.tasks.regression import Regression
 
@@ -124,10 +124,11 @@ class PartitionedSource:
             return GlobalStats()
         exchange = exchange or SimulatedExchange(self.client_rows)
         rows = int((self.splits - self.parts.offsets[:-1]).sum()) if rows is None else rows
-        coded = [encoder.name for encoder in known if encoder.kind == "category"]
+        agreed = self.spec.category_values
+        coded = [encoder.name for encoder in known if encoder.kind == "category" and encoder.name not in agreed]
         found = column_totals(exchange, [known[j].name for j in numeric_columns(known)], targets, coded)
         return GlobalStats(
-            fit_encoders(known, source.indicate, found, rows) if known else None,
+            fit_encoders(known, source.indicate, found, rows, agreed) if known else None,
             task_with_moments(found.targets) if targets else None,
             exchange.traffic + [0, found.result_bytes] + (0 if self.sent is None else self.sent),
         )
@@ -201,11 +202,14 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
     """
     known, targets = source.encoders, target_names(source)
     table = x.numpy()[rows] if known else np.zeros((len(rows), 0))
-    names = [encoder.name for encoder in known]
+    names, coded = (
+        [encoder.name for encoder in known],
+        [j for j, encoder in enumerate(known) if encoder.kind == "category"],
+    )
     return replace(
         column_rows(table, known),
-        values=client_values(table, known),
-        missing=dict(zip(names, missing_values(table, known).sum(0).tolist(), strict=True)) if known else {},
+        values=Computed([names[j] for j in coded], lambda i: values_of(table[:, coded[i]], known[coded[i]])),
+        missing=Computed(names, lambda j: int(missing_values(table[:, j : j + 1], known[j : j + 1]).sum())),
         target_names=targets,
         targets=y.numpy()[rows] if targets else np.zeros((len(rows), 0)),
     )

@@ -243,7 +243,10 @@ class DataSpec(Section):
     task: Annotated[Literal["auto", "regression"], DATA] = "auto"
     """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
-    """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""
+    """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to
+    their values; secure aggregation needs it."""
+    category_values: Annotated[dict[str, tuple[str, ...]], DATA] = Field(default_factory=dict)
+    """Values of categorical columns that are agreed in advance, so that clients do not send them. Others count as missing."""
     dates: Annotated[ColumnNames, DATA] = ()
     """Date columns of a table."""
     missing: Annotated[Literal["error", "mean", "indicator"], DATA] = "error"
@@ -304,6 +307,9 @@ class DataSpec(Section):
             values.setdefault("clients", None)
         if isinstance(values.get("server_data"), str) and values["server_data"].isdigit():
             values["server_data"] = int(values["server_data"])
+        if isinstance(values.get("categories"), Mapping):
+            values["category_values"] = values["categories"]
+            values["categories"] = [*values["categories"]]
         if isinstance(values.get("text"), str | list | tuple):
             values["text"] = {"columns": values["text"]}
         harmonize = values.get("harmonize")

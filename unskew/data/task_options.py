@@ -15,13 +15,19 @@ from unskew.tasks.classification import Classification
 from unskew.tasks.regression import Regression
 
 
-def apply_task_options(federation: Federation, loss: str, class_weights: str | Sequence[float] | None) -> Federation:
+def apply_task_options(
+    federation: Federation,
+    loss: str,
+    class_weights: str | Sequence[float] | None,
+    counts: np.ndarray | None = None,
+) -> Federation:
     """Return the federation with the loss and class weights of a run.
 
     Args:
         federation: Federation.
         loss: ``auto``, or a regression loss.
         class_weights: A string for ``balanced_class_weights``, one weight per class, or None.
+        counts: Samples of each class over all clients, ``[C]``; by default, they are counted here.
 
     Raises:
         ConfigError: If an option does not apply to the task, or the number of weights differs from that of classes.
@@ -42,9 +48,9 @@ def apply_task_options(federation: Federation, loss: str, class_weights: str | S
         )
     traffic = federation.stats_traffic
     if isinstance(class_weights, str):
-        weights = balanced_class_weights(federation.class_counts().sum(0))
-        counts = np.full((len(federation.clients), 2), NUMBER * federation.classes, np.int64)
-        traffic = counts if traffic is None else traffic + counts
+        weights = balanced_class_weights(federation.class_counts().sum(0) if counts is None else counts)
+        sent = np.full((len(federation.clients), 2), NUMBER * federation.classes, np.int64)
+        traffic = sent if traffic is None else traffic + sent
     else:
         weights = tuple(class_weights)
         if len(weights) != federation.classes:

@@ -54,14 +54,17 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             )
         check_attackable(config.attack, method)
     of_clients = [name for name in config.diagnose if name in AT_CLIENTS]
-    coded = [encoder.name for encoder in federation.encoders if encoder.kind == "category"]
+    agreed = config.category_values
+    coded = [
+        encoder.name for encoder in federation.encoders if encoder.kind == "category" and encoder.name not in agreed
+    ]
     if config.secure_aggregation == "required":
         check_sums_suffice(method, of_clients)
         if coded:
             raise ConfigError(
                 f"The server learns which values of the category {coded[0]!r} each client has, but "
-                f"secure_aggregation=required lets it see only sums. Exclude the column (--exclude {coded[0]}), or turn "
-                "secure aggregation off."
+                "secure_aggregation=required lets it see only sums. List the values in the experiment (categories: "
+                f"{{{coded[0]}: [a, b]}}), exclude the column (--exclude {coded[0]}), or turn secure aggregation off."
             )
     run = PreRunContext(
         federation=federation,

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 from unskew.errors import DataError
 
 Sums = dict[str, Tensor]
+Value = TypeVar("Value")
 LARGEST = 1e40
 """Largest magnitude of a sum over one client."""
 FREE = -1
@@ -66,8 +67,39 @@ class SumRequest:
 
 
 def has_shape(tensor: Tensor, shape: Sequence[int]) -> bool:
-    """Return whether a tensor has a shape, in which ``FREE`` stands for any length."""
+    """Return whether a tensor has a shape.
+
+    Args:
+        tensor: Tensor to check.
+        shape: Shape, in which ``FREE`` stands for any length.
+    """
     return len(shape) == tensor.dim() and all(n in (FREE, size) for n, size in zip(shape, tensor.shape, strict=True))
+
+
+class Computed(Mapping[str, Value]):
+    """Values by name, each computed when it is read.
+
+    Args:
+        names: Names, in order.
+        compute: Function from the position of a name to its value.
+    """
+
+    def __init__(self, names: Sequence[str], compute: Callable[[int], Value]):
+        self.names, self.compute = tuple(names), compute
+
+    def __getitem__(self, name: str) -> Value:
+        """Return the value of a name."""
+        if name not in self.names:
+            raise KeyError(name)
+        return self.compute(self.names.index(name))
+
+    def __iter__(self) -> Iterator[str]:
+        """Iterate over the names."""
+        return iter(self.names)
+
+    def __len__(self) -> int:
+        """Return the number of names."""
+        return len(self.names)
 
 
 @dataclass(frozen=True)
@@ -134,7 +166,12 @@ class SumKind:
         raise NotImplementedError
 
     def add(self, total: Sums, own: Sums) -> Sums:
-        """Add the summands of one client to a total."""
+        """Add the summands of one client to a total.
+
+        Args:
+            total: Sums of the clients before it.
+            own: Summands of the client.
+        """
         return {name: total[name] + value for name, value in own.items()}
 
     def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:

@@ -36,6 +36,10 @@ def sums_of_squares(rows: np.ndarray, mean: np.ndarray) -> np.ndarray:
 def named_columns(request: SumRequest, rows: ClientRows) -> None:
     """Validate that a client has the requested columns and targets.
 
+    Args:
+        request: Request of columns and targets.
+        rows: Rows of the client.
+
     Raises:
         DataError: If it has others.
     """
@@ -114,14 +118,14 @@ class Squares(SumKind):
 
 
 class ColumnMoments(Moments):
-    """``Moments``, for the statistics that a site allows."""
+    """Number and sum of the values of each column, for mean and standard deviation."""
 
     name = "column_moments"
     permission = "moments"
 
 
 class ColumnSquares(Squares):
-    """``Squares``, for the statistics that a site allows."""
+    """Sum of squared deviations of each column from the mean over all clients."""
 
     name = "column_squares"
     permission = "moments"
@@ -134,9 +138,10 @@ class Categories(SumKind):
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's values."""
-        if [*rows.values] != [*request.args["columns"]]:
-            raise DataError("The request for categories is for other columns.")
-        return {f"values.{j}": encode_values(some) for j, some in enumerate(rows.values.values())}
+        unknown = [name for name in request.args["columns"] if name not in rows.values]
+        if unknown:
+            raise DataError(f"These data have no categorical column {unknown[0]!r}.")
+        return {f"values.{j}": encode_values(rows.values[name]) for j, name in enumerate(request.args["columns"])}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor."""
@@ -208,14 +213,14 @@ class Classes(SumKind):
 
 
 class ClassCounts(Classes):
-    """``Classes``, for the statistics that a site allows."""
+    """Number of samples of each class or label."""
 
     name = "class_counts"
     permission = "counts"
 
 
 class Missing(SumKind):
-    """Number of rows, and of missing values of each column."""
+    """Number of missing values of each column."""
 
     name = "missing"
     permission = "missing"

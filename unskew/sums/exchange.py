@@ -32,7 +32,12 @@ class Exchange(Protocol):
 
 
 def own_sums(rows: ClientRows, requests: Sequence[SumRequest]) -> list[Sums]:
-    """Return the summands of one client for each request."""
+    """Return the summands of one client for each request.
+
+    Args:
+        rows: All training rows of the client.
+        requests: Requests.
+    """
     return [SUMS[request.kind].compute(rows, request) for request in requests]
 
 

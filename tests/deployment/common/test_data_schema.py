@@ -10,6 +10,7 @@ import yaml
 from support.deployed_runs import compare
 from support.sites import TINY, LoopPlace, Told, deployed
 
+import unskew
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.site.process import SiteProcess
@@ -74,6 +75,32 @@ def test_a_table_gives_the_numbers_of_the_simulator(asked, table, tmp_path):
     assert one == other
 
 
+DRUGS = {"drug": [f"{ward}{n}" for ward in "abc" for n in (0, 1)]}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        pytest.param(SICK | MIXED | {"categories": DRUGS}, id="mixed columns, weights"),
+        pytest.param(PRESSURE | {"categories": DRUGS}, id="two numbers", marks=pytest.mark.slow),
+    ],
+)
+def test_masked_sums_settle_the_columns_that_plain_sums_settle(asked, table, tmp_path):
+    """Means of masked sums are rounded once, those of plain sums after each site; class counts of one site are not sent."""
+    values = {**TINY, **table, **asked}
+    place = LoopPlace(tmp_path, {**values, "secure_aggregation": "required"}, 3)
+    plain = unskew.run(out=tmp_path / "plain", **values)
+    values |= {"secure_aggregation": "required"}
+    masked, _ = deployed(tmp_path, place, Deployment(startup_timeout=0.5), **values)
+    one, other = (json.loads((tmp_path / name / "inputs.json").read_text()) for name in ("run", "plain"))
+    for mine, theirs in zip(one["columns"], other["columns"], strict=True):
+        assert mine == {k: pytest.approx(v, rel=1e-13) if isinstance(v, float) else v for k, v in theirs.items()}
+    torch.testing.assert_close(masked.vector, plain.vector, rtol=1e-4, atol=1e-5)
+    reports = [frame for _, frame in place.link.received if frame.kind == "client_info"]
+    assert [blob.shape for frame in reports for blob in frame.arrays.values()] == [(0,)] * 3
+    assert not [frame for _, frame in place.link.received if frame.kind == "sums"]
+
+
 def wards(tmp_path, **asked):
     """A pilot table at the server, three sites with tables of their own, and the experiment."""
     write(tmp_path / "pilot.csv", [row for ward in "bc" for row in rows_of(ward, 20, 9)])
@@ -124,6 +151,7 @@ UNMIXED = {"categories": (), "dates": (), "missing": "error", "features": "age",
 @pytest.mark.parametrize(
     ("asked", "deployment", "words"),
     [
+        ({"secure_aggregation": "required"}, {}, "categories: {drug: "),
         ({}, {"quorum": 2}, "no site can join later"),
         pytest.param({**UNMIXED, "class_weights": "balanced"}, {"quorum": 2}, "to a list", marks=pytest.mark.slow),
     ],

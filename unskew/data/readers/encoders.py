@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from unskew.data.readers.column_roles import is_category, is_date, is_numeric, i
 from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows
+from unskew.sums.base import ClientRows, Computed
 
 Kind = Literal["number", "category", "date"]
 
@@ -254,15 +254,15 @@ def column_rows(values: np.ndarray, known: Sequence[Encoder]) -> ClientRows:
         values: Columns, read with the encoders ``known``, ``[n, f]``.
         known: Encoder of each column.
     """
-    numbers = numeric_columns(known)
-    coded = {encoder.name: (encoder, values[:, j]) for j, encoder in enumerate(known) if encoder.kind == "category"}
+    numbers, coded = numeric_columns(known), [j for j, encoder in enumerate(known) if encoder.kind == "category"]
+
+    def texts(index: int) -> np.ndarray:
+        return np.array([None, *known[coded[index]].values], object)[values[:, coded[index]].astype(np.int64)]
+
     return ClientRows(
         columns=tuple(known[j].name for j in numbers),
         numbers=values[:, numbers].astype(np.float64),
-        texts={
-            name: np.array([None, *encoder.values], object)[codes.astype(np.int64)]
-            for name, (encoder, codes) in coded.items()
-        },
+        texts=Computed([known[j].name for j in coded], texts),
     )
 
 
@@ -289,21 +289,19 @@ def numeric_columns(known: Sequence[Encoder]) -> list[int]:
     return [j for j, encoder in enumerate(known) if encoder.kind != "category"]
 
 
-def client_values(x: np.ndarray, known: Sequence[Encoder]) -> dict[str, tuple[str, ...]]:
-    """Return the values that occur in each categorical column of a client, by the column's name.
+def values_of(codes: np.ndarray, encoder: Encoder) -> tuple[str, ...]:
+    """Return the values that occur in a categorical column.
 
     Args:
-        x: Columns of the client, ``[n_k, f]``, read with the encoders ``known``.
-        known: Initial encoder of each column.
+        codes: Column, ``[n]``, read with ``encoder``.
+        encoder: Its initial encoder.
     """
-    coded = [(x[:, j], encoder) for j, encoder in enumerate(known) if encoder.kind == "category"]
-    return {
-        encoder.name: tuple(encoder.values[int(code) - 1] for code in np.unique(codes) if code)
-        for codes, encoder in coded
-    }
+    return tuple(encoder.values[int(code) - 1] for code in np.unique(codes) if code)
 
 
-def fit_encoders(known: Sequence[Encoder], indicate: bool, found: ColumnTotals, rows: int) -> FittedEncoders:
+def fit_encoders(
+    known: Sequence[Encoder], indicate: bool, found: ColumnTotals, rows: int, agreed: Mapping[str, Sequence[str]]
+) -> FittedEncoders:
     """Fit the encoders on the training rows of all clients.
 
     Args:
@@ -311,13 +309,15 @@ def fit_encoders(known: Sequence[Encoder], indicate: bool, found: ColumnTotals, 
         indicate: Whether missing numbers are marked by an additional input.
         found: Statistics of the columns over all clients.
         rows: Number of rows of all clients.
+        agreed: Values of categorical columns that were agreed in advance, by the column's name.
     """
     encoders = list(known)
     for index, j in enumerate(numeric_columns(known)):
         marks = indicate and int(found.columns.counts[index]) < rows
         mean, std = float(found.columns.mean[index]), float(found.columns.std[index])
         encoders[j] = replace(known[j], mean=mean, std=std, marks=marks)
-    coded = [j for j, encoder in enumerate(known) if encoder.kind == "category"]
-    for j, values in zip(coded, found.values, strict=True):
-        encoders[j] = replace(known[j], values=values)
+    for j, encoder in enumerate(known):
+        if encoder.kind == "category":
+            values = agreed[encoder.name] if encoder.name in agreed else found.values[encoder.name]
+            encoders[j] = replace(encoder, values=tuple(values))
     return FittedEncoders(tuple(encoders), tuple(known))

@@ -152,9 +152,9 @@ class DataSchema:
             raise InvalidMessageError(f"its data schema cannot be read ({type(error).__name__})") from error
 
     def is_same(self, other: DataSchema) -> bool:
-        """Return whether another schema is equal, except for class weights and for statistics that are not known yet."""
-        if not other.settled:
-            return self.open == other
+        """Return whether another schema is equal, except for class weights and for statistics of all sites."""
+        if self.needs_sums or not other.settled:
+            return self.open == other.open
         return replace(self, weights=()) == replace(other, weights=())
 
     def check(self, other: DataSchema, who: str) -> None:

@@ -32,6 +32,7 @@ from unskew.protocol.rules import Method
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.validation import resolve_run
+from unskew.sums.base import SumRequest
 
 
 def check_method_over_sites(
@@ -172,12 +173,17 @@ def agree_on_data_and_model(
         exchange = SiteExchange(sites, frames, config.secure_aggregation == "required", roster)
         known = with_remaining_sites(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
         reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
+        reference = replace(reference, counts_known=not exchange.masked)
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         sites.connection.header = run_header(config, DataSchema.of(reference))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "client_info", lambda client, frame: frame)
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
-    federation = apply_task_options(federation, config.loss, config.class_weights)
+    counts = None
+    if config.class_weights == "balanced" and not federation.counts_known:
+        asked = SiteExchange(sites, frames, True, roster)
+        counts = asked([SumRequest("classes", {"classes": federation.classes})])[0]["counts"].numpy()
+    federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)
     sites.connection.header = run_header(config, schema)
     if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed

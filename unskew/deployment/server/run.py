@@ -129,7 +129,8 @@ def _run_over_sites(
     method = method_of(config.method)
     device = pick_device(config.device)
     drawn = load_partitioned(config.data_spec, config.seed)
-    reference = drawn.federation(drawn.known())
+    counts_known = config.secure_aggregation != "required"  # else sites send class counts only in sums
+    reference = replace(drawn.federation(drawn.known()), counts_known=counts_known)
     notify_loaded(callbacks, reference)
     total = config.clients if deployment.own_data else len(reference.clients)
     if total is None:

@@ -24,7 +24,7 @@ from unskew.deployment.wire.fields import read_integer
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.sums import decode_sums, encode_requests
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, printable
-from unskew.errors import ConfigError, EngineError, UnskewError
+from unskew.errors import EngineError, UnskewError
 from unskew.sums.base import SumRequest, Sums
 from unskew.sums.exchange import num_bytes, total
 from unskew.sums.registry import SUMS
@@ -95,7 +95,7 @@ class SiteExchange:
 
     def _masked(self, requests: Sequence[SumRequest]) -> list[Sums]:
         if len(self.clients) < LEAST:
-            raise ConfigError(f"Masked sums need at least {LEAST} sites, but there are {len(self.clients)}.")
+            raise EngineError(f"Masked sums need at least {LEAST} sites, but there are {len(self.clients)}.")
         wanted = [("sums", "int64", (exact_sums.encoded_size(requests),))]
         for _ in range(TRIES):
             summation = MaskedSum(self.sites, -1, len(self.clients), self.roster)

@@ -110,7 +110,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield Finding("data", True, f"{counts}, {which}")
     if compared:
         yield Finding("data", None, compared)
-    for line in describe_sums(samples.rows()):
+    for line in describe_sums(samples.rows(), config.category_values):
         yield Finding("sent once", None, line)
     work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")

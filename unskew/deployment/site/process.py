@@ -11,6 +11,7 @@ from pathlib import Path
 
 from unskew.deployment.common.agreement import PROTOCOL, software_versions
 from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.common.requests import REQUESTS
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
@@ -78,7 +79,7 @@ class SiteProcess:
 
     def _reply(self, request: Frame) -> Frame:
         config = request.config
-        if request.kind not in ("hello", "sums", "contribute", "receive", "train", "evaluate", *PHASES):
+        if request.kind not in REQUESTS:
             raise InvalidMessageError(f"unknown request: {request.kind[:40]!r}")
         if read_integer(config, "protocol") != PROTOCOL:
             raise ConfigError(

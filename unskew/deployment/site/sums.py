@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from unskew.deployment.common.data_schema import DataSchema
@@ -80,18 +80,20 @@ def plain_reply(own: Sequence[Sums], client: int) -> Frame:
     return encode_sums(own, client=client)
 
 
-def describe_sums(rows: ClientRows) -> list[str]:
+def describe_sums(rows: ClientRows, agreed: Collection[str]) -> list[str]:
     """Describe, for the administrator of a site, the statistics that the experiment itself needs from the site.
 
     Args:
         rows: Training rows of the site, as read.
+        agreed: Categorical columns whose values the experiment lists.
     """
     args, lines = {"columns": [*rows.columns], "targets": [*rows.target_names]}, []
     if rows.columns or rows.target_names:
         requests = [SumRequest(kind, args) for kind in ("moments", "squares")]
         size = sum(num_bytes(own) for own in own_sums(rows, requests[:1])) * 3 // 2
         lines.append("; ".join(SUMS[request.kind].describe(request) for request in requests) + f"; {size} bytes")
-    for name, values in rows.values.items():
+    for name in (name for name in rows.values if name not in agreed):
+        values = rows.values[name]
         size = len(json.dumps([*values], ensure_ascii=False, separators=(",", ":")).encode())
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
     return lines

@@ -114,13 +114,11 @@ class SiteTrainer:
 
     def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
-        counts = torch.zeros(self.reference.counted, dtype=torch.int64)
+        masked = self.config.secure_aggregation == "required"  # the server may see only sums
+        counts = torch.zeros(0, dtype=torch.int64) if masked else self.count_classes(data)
         sizes = data.num_samples, len(data.y_test)
-        if self.noise is not None:  # nothing that depends on the samples: one sample of the first class
-            counts[:1] = 1
+        if self.noise is not None:  # nothing that depends on the samples
             sizes = HIDDEN_SIZE, 0
-        else:
-            counts = self.count_classes(data)
         config = {**size_report(self.site, *sizes), "parameters": self.spec.size}
         return Frame("client_info", config, {}, encode_record("client_info", {"class_counts": counts}))
 

@@ -1,0 +1,85 @@
+"""Federated sums over sites, in plain and under masks, and the attack that their ledger stops."""
+
+import pytest
+import torch
+from support.sites import TINY, LoopPlace
+
+from unskew.config.loader import experiment
+from unskew.deployment.common.agreement import experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.server.config import RoundPolicy
+from unskew.deployment.server.connection import SiteConnection
+from unskew.deployment.server.masked_sum import MaskedSum
+from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.server.sum_exchange import SiteExchange
+from unskew.deployment.site.ledger import SumsLedger
+from unskew.deployment.wire.frames import Frame
+from unskew.errors import EngineError
+from unskew.runs.run import load_federation_for
+from unskew.sums.base import SumRequest
+
+RUNS = ("0123456789abcdef", "fedcba9876543210")
+
+
+def exchange_over(folder, clients, masked=True, run=RUNS[0], place=None):
+    """An exchange over some of four sites, as a server opens it, and where they are."""
+    values = {**TINY, "clients": 4, "secure_aggregation": "required" if masked else "off"}
+    place, config = place or LoopPlace(folder, values), experiment(values)
+    federation = load_federation_for(config, ())
+    header = {"digest": experiment_digest(config), **DataSchema.of(federation).config()}
+    sites = SiteManager(SiteConnection(place.link, None, run, header), 4, RoundPolicy(), lambda text: None)
+    for client in clients:
+        sites.admit(client, 100 + client, f"site-{client}", "", "")
+    frames = {k: Frame("client_info", {"num_samples": federation.num_samples(k)}) for k in clients}
+    return SiteExchange(sites, frames, masked, place.roster()), place, federation
+
+
+CLASSES = [SumRequest("classes", {"classes": 10})]
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sums_over_sites_are_those_of_all_rows(masked, tmp_path):
+    exchange, place, federation = exchange_over(tmp_path, range(4), masked)
+    expected = torch.bincount(torch.cat([client.y for client in federation.clients]), minlength=10)
+    assert exchange(CLASSES)[0]["counts"].tolist() == expected.tolist()
+    assert exchange.traffic.tolist() == [[80, 0]] * 4
+    plain = [frame for _, frame in place.link.received if frame.kind == "sums"]
+    assert len(plain) == (0 if masked else 4)
+
+
+def opened(exchange):
+    return exchange(CLASSES)[0]["counts"]
+
+
+def difference(folder, run):
+    """What a server learns of site 3 from the masked sums with it and without it, in the same run or in two."""
+    everyone, place, federation = exchange_over(folder, range(4))
+    total = opened(everyone)
+    rest, _, _ = exchange_over(folder, range(3), run=run, place=place)
+    return total - opened(rest), torch.bincount(federation.clients[3].y, minlength=10)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_the_same_sums_without_one_site_are_not_opened(run, tmp_path, monkeypatch):
+    with pytest.raises(EngineError, match="opened before over site-0"):
+        difference(tmp_path / "kept", run)
+    monkeypatch.setattr(MaskedSum, "_as_before", lambda self, ready: ready)  # a server that does not care
+    with pytest.raises(EngineError, match="could not be opened"):
+        difference(tmp_path / "lied", run)
+    monkeypatch.setattr(SumsLedger, "check", lambda self, round, clients, model: None)
+    monkeypatch.setattr(SumsLedger, "opened", lambda self, round: ())
+    learned, own = difference(tmp_path / "off", run)
+    assert learned.tolist() == own.tolist()
+
+
+def test_sums_of_fewer_than_three_sites_are_not_masked(tmp_path):
+    exchange, _, _ = exchange_over(tmp_path, range(2))
+    with pytest.raises(EngineError, match="at least 3"):
+        exchange(CLASSES)
+
+
+def test_a_site_that_sends_its_sums_in_plain_is_left_out_of_masks(tmp_path):
+    exchange, place, _ = exchange_over(tmp_path, range(4))
+    place.link.spoil = lambda client, asked, answer: Frame("sums", answer.config) if client == 1 else answer
+    with pytest.raises(EngineError, match="could not be opened"):
+        exchange(CLASSES)

@@ -1,0 +1,57 @@
+"""Messages that a site answers, and what its replies contain: the one list for the site's process and the documentation."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class RequestKind(NamedTuple):
+    """One kind of message from the server.
+
+    Attributes:
+        when: When the server sends it.
+        reply: What leaves the site.
+        masked: What the server sees of it under secure aggregation.
+    """
+
+    when: str
+    reply: str
+    masked: str
+
+
+_KEYS = "public keys, encrypted shares of secrets, signatures and the update under masks"
+
+REQUESTS: dict[str, RequestKind] = {
+    "hello": RequestKind(
+        "a site connects, and when the columns are known",
+        "name and client number, versions of the software, clock, numbers of training and held-out samples, samples per "
+        "class, size of the model",
+        "the same without the samples per class",
+    ),
+    "sums": RequestKind(
+        "before the first round, and in `deploy diagnose` and `deploy evaluate`",
+        "counts and sums over all training rows, see below",
+        "only their sums over all sites",
+    ),
+    "contribute": RequestKind(
+        "before the first round, with methods that exchange data",
+        "what the method's page names, such as synthetic images",
+        "the same; most of these methods need none",
+    ),
+    "receive": RequestKind("after that", "numbers of samples with the received ones", "the same"),
+    "train": RequestKind(
+        "in each round in which the site takes part",
+        "change of the model, what the method adds, loss and times",
+        "only sums over the sites of the round",
+    ),
+    "share": RequestKind("a masked sum", _KEYS, "no content"),
+    "mask": RequestKind("a masked sum", _KEYS, "no content"),
+    "agree": RequestKind("a masked sum", _KEYS, "no content"),
+    "unmask": RequestKind("a masked sum", _KEYS, "the sum"),
+    "evaluate": RequestKind(
+        "after the last round, and every `eval_every` rounds if the experiment says so",
+        "accuracy and loss on the site's held-out samples",
+        "the same; nothing with noise at the sites",
+    ),
+}
+"""Every kind of message that a site answers; it rejects all others."""
