@@ -170,7 +170,7 @@ def test_rejects_columns_that_do_not_vary():
     x, sites, z = cohort()
     x[sites == 2, 1] = 0.1
     own = sites == 2
-    with pytest.raises(DataError, match="Oslo: the column 'x1' is constant.*mean_only"):
+    with pytest.raises(DataError, match=r"Oslo: the column 'x1' is constant.*mean_only"):
         fitted(x, sites, z).estimate(x[own], z[own], "Oslo")
     with pytest.raises(DataError, match="Oslo: there is one row"):
         fitted(x, sites, z).estimate(x[:1], z[:1], "Oslo")

@@ -135,7 +135,7 @@ def test_labels_that_differ_between_sites_raise_an_error_from_the_limit(tmp_path
 
 
 def test_numbers_to_predict_are_compared_above_and_below_the_median(table):
-    with pytest.raises(ConfigError, match="limit 0.10"):  # the costs of the hospitals differ by 10 and more
+    with pytest.raises(ConfigError, match=r"limit 0.10"):  # the costs of the hospitals differ by 10 and more
         unskew.load_federation(**options(table, label="cost", exclude="sick", task="regression"))
 
 
@@ -174,7 +174,7 @@ def test_rejects_options_that_contradict_harmonization(table, changes, message):
 
 
 def test_rejects_images_and_texts(tmp_path):
-    with pytest.raises(ConfigError, match="requires a table or feature vectors.*fedbn"):
+    with pytest.raises(ConfigError, match=r"requires a table or feature vectors.*fedbn"):
         unskew.load_federation("digits", partition="natural:x", harmonize="combat")
     (tmp_path / "texts.csv").write_text("site,text,label\na,one,x\nb,two,y\n" * 9)
     with pytest.raises(ConfigError, match="not texts"):
@@ -186,7 +186,7 @@ def test_rejects_images_and_texts(tmp_path):
 def test_rejects_missing_values_of_harmonized_columns(tmp_path):
     row = ["Oslo", 40, "f", "", 1, 2, 3, "no", 1]
     table = write_table(tmp_path / "gaps.csv", row2_Oslo=row, row3_Oslo=row)
-    with pytest.raises(DataError, match="'a' of the harmonization has no known value in . of .* rows"):
+    with pytest.raises(DataError, match=r"'a' of the harmonization has no known value in . of .* rows"):
         unskew.load_federation(**options(table, missing="mean"))
     fed = unskew.load_federation(**options(table, missing="mean", harmonize={"columns": ["b", "c", "d"]}))
     assert fed.missing.sum() > 0

@@ -14,6 +14,7 @@ from support.running import call
 
 import unskew
 from speed.advice_evidence import score_leaving_out, score_page, summarize_scores
+from unskew.data.label_distance import label_distance_by_chance
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,
@@ -32,7 +33,6 @@ from unskew.diagnosis.features import AdviceLimits
 from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
-from unskew.data.label_distance import label_distance_by_chance
 from unskew.methods.registry import method
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}

@@ -52,9 +52,9 @@ def test_rows_need_a_known_site_or_the_flag_for_a_new_one(run, tmp_path, capsys)
     few.write_text("\n".join([lines[0], *[f"9{line[1:]}" for line in lines[1:20]]]))
     without.write_text("\n".join(line.partition(",")[2] for line in lines))
     predictor = unskew.load_predictor(run / "run")
-    with pytest.raises(DataError, match="no ward '9'. Known: 7, 8. .*--new-site"):
+    with pytest.raises(DataError, match=r"no ward '9'. Known: 7, 8. .*--new-site"):
         predictor.predict_file(new)
-    with pytest.raises(DataError, match="ward '9' .* has 19 rows, but at least 20 are needed"):
+    with pytest.raises(DataError, match=r"ward '9' .* has 19 rows, but at least 20 are needed"):
         predictor.predict_file(few, new_site=True)
     with pytest.raises(DataError, match="need the column 'ward'"):
         predictor.predict_file(without)
@@ -72,5 +72,5 @@ def test_unknown_categories_of_covariates_are_an_error(run, tmp_path):
 
 
 def test_a_model_with_harmonized_inputs_is_not_exported(run):
-    with pytest.raises(ConfigError, match="harmonized for each site.*Use unskew predict"):
+    with pytest.raises(ConfigError, match=r"harmonized for each site.*Use unskew predict"):
         unskew.export(run / "run", "torch")

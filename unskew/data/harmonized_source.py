@@ -104,8 +104,8 @@ def harmonized_columns(spec: DataSpec, source: Source) -> tuple[list[str], list[
     columns = [*(chosen.columns or numeric)]
     if len(columns) < (3 if chosen.empirical_bayes else 1):
         raise ConfigError(
-            f"There are {len(columns)} columns to harmonize, but empirical Bayes needs at least 3 to estimate its priors. Add "
-            "columns, or set harmonize.empirical_bayes to false."
+            f"There are {len(columns)} columns to harmonize, but empirical Bayes needs at least 3 to estimate its priors. "
+            "Add columns, or set harmonize.empirical_bayes to false."
         )
     return columns, [*chosen.covariates]
 
