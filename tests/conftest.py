@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.running import blank
+from support.running import blank, end_all
 from support.unit import forbid_starts, is_unit
 
 
@@ -43,6 +43,13 @@ def _alone(request, monkeypatch):
     """Let a unit test fail if it starts a process or a run."""
     if request.node.get_closest_marker("unit") is not None:
         forbid_starts(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _ended():
+    """End the processes that a failed test left running."""
+    yield
+    end_all()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Runs that train their clients together have the numbers of single runs, end separately, and resume."""
 
 import os
+import pickle
 import signal
 from dataclasses import replace
 from pathlib import Path
@@ -372,6 +373,7 @@ def test_runs_share_the_array_of_their_data():
     copy = shared_copy(x, device)
     assert shared_copy(x, device) is copy
     assert shared_copy(x.clone(), device) is not copy
+    assert len(pickle.dumps(moved[0].clients)) < federations[0].test[0].nbytes, "it is sent without the original"
 
 
 def test_stacked_clients_are_the_clients_without_a_copy():

@@ -2,15 +2,13 @@
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.federations import blobs
-from support.running import assert_same_run, call, metrics
+from support.running import Process, assert_same_run, call, metrics
 from support.sweeps import small_table
 
 import unskew
@@ -33,6 +31,7 @@ from unskew.runs.parallel import (
     stacks_runs,
 )
 from unskew.runs.process_pool import Job
+from unskew.simulation.checkpoint import list_checkpoints
 from unskew.simulation.round_loop import RunInterrupted, interruptible
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -246,51 +245,25 @@ def test_images_that_several_runs_need_are_made_once(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path):
-    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        pytest.skip("the tests run in the background of a shell, which makes processes ignore SIGINT")
-    methods, options = ("fedavg", "scaffold"), ("--rounds", 4000, "--set", "checkpoint_every=4000")
-    command = [
-        sys.executable,
-        "-m",
-        "unskew",
-        "compare",
-        *methods,
-        *TINY,
-        *options,
-        "--out",
-        "c",
-        "--parallel",
-        2,
-        "--no-references",
-    ]
-    process = subprocess.Popen(
-        list(map(str, command)), cwd=tmp_path, text=True, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
-    )
-    begun = [tmp_path / "c" / name / "seed-0" / "metrics.jsonl" for name in methods]
-    end = time.monotonic() + 120
-    while not all(path.is_file() and len(path.read_text().splitlines()) > 4 for path in begun):
-        assert time.monotonic() < end
-        assert process.poll() is None, process.stderr.read()
-        time.sleep(0.05)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
-    assert process.returncode == 130
-    assert "Stopped; the run was saved. To resume, run: " in err
-    assert err.count("Finishing this round") == 1
-    end = time.monotonic() + 30
-    while [pid for pid in children if Path(f"/proc/{pid}").exists()]:
-        assert time.monotonic() < end
-        time.sleep(0.05)
+def test_ctrl_c_saves_every_run_and_leaves_no_process(tmp_path, capsys):
+    methods, rounds, out = ("fedavg", "scaffold"), 10_000, tmp_path / "c"
+    options = (*TINY, "--rounds", rounds, "--set", f"checkpoint_every={rounds}", "--parallel", 2, "--no-references")
+    command = ("compare", *methods, *options, "--out", out)
+    process = Process(tmp_path, *command)
+    begun = [out / name / "seed-0" / "metrics.jsonl" for name in methods]
+    assert process.wait_until(lambda: all(path.is_file() and path.read_bytes().count(b"\n") > 4 for path in begun))
+    process.signal(signal.SIGINT)
+    outcome = process.wait()
+    assert outcome.code == 130
+    assert "Stopped; the run was saved. To resume, run: " in outcome.err
+    assert outcome.err.count("Finishing this round") == 1
+    assert not process.alive()
     for path in begun:
-        saved = sorted((path.parent / "checkpoints").iterdir())
-        assert int(saved[-1].name) == len(path.read_text().splitlines())
+        saved = list_checkpoints(path.parent / "checkpoints")
+        assert int(saved[-1].name) == len(metrics(path.parent))
     # What it says goes on with all of them.
-    rest = [*map(str, command), "--resume"]
-    rest[rest.index("4000")] = "4"
-    done = subprocess.run(rest, cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert "cannot be shortened to 4" in done.stderr
+    rest = call(capsys, *command, "--rounds", 4, "--resume")
+    assert "cannot be shortened to 4" in rest.err
 
 
 def finish_job(given, name, callbacks):

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from support.running import TIMES, TINY, Process, assert_same_run, call, end_all, metrics
+from support.running import TIMES, TINY, Process, assert_same_run, call, metrics
 from support.slow import as_slow, slow_but
 
 import unskew
@@ -72,12 +72,6 @@ class Nothing:
 
     def end(self, summary):
         pass
-
-
-@pytest.fixture(autouse=True)
-def _tidy():
-    yield
-    end_all()
 
 
 @pytest.fixture(scope="module")

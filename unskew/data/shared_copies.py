@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from typing import Any, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakValueDictionary, finalize
 
 import torch
 
@@ -22,6 +22,10 @@ def shared_copy(data: Data, device: torch.device) -> Data:
     if copy is None:
         copy = data.to(device)  # type: ignore[attr-defined]
         if copy is not data:
-            copy.__dict__["original"] = data  # keeps the id of the data from being reused
+            finalize(copy, _release, data).atexit = False  # keeps the id of the data from being reused
             _copies[id(data), device] = copy
     return copy
+
+
+def _release(data: object) -> None:
+    """Called at the end of a copy: until then, the call has kept the data. A pickled copy does not contain them."""

@@ -1,20 +1,18 @@
 """Whole runs as tasks of a cluster: what they give is what they give one after another. Run by ``test_engine.py``."""
 
-import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 from support.ray_nodes import TOKEN
+from support.running import Process, metrics
 from support.sweeps import small_table
 
 import unskew
 from unskew.errors import ConfigError
 from unskew.records.recorder import Callback
+from unskew.simulation.checkpoint import list_checkpoints
 
 os.environ |= TOKEN  # before Ray is imported
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -78,47 +76,19 @@ def test_tuning_on_a_cluster_is_tuning(nodes, tmp_path):
     assert first.trials[0]["value"] == found.trials[0]["value"]
 
 
-def test_ctrl_c_lets_all_nodes_save_and_the_command_goes_on(nodes, tmp_path):
-    def command(out, rounds, *more):
-        names = (
-            "compare",
-            "fedavg",
-            "scaffold",
-            "--model",
-            "logistic",
-            "--clients",
-            "4",
-            "--seeds",
-            "0",
-            "--set",
-            "rounds=",
-        )
-        parts = [
-            *names[:-1],
-            f"rounds={rounds}",
-            "--local-steps",
-            "2",
-            "--set",
-            "checkpoint_every=100000",
-            "--out",
-            out,
-        ]
-        return [sys.executable, "-m", "unskew", *map(str, parts), *more]
-
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    there, away = tmp_path / "there", ("--parallel", f"2@{nodes[0]}")
-    process = subprocess.Popen(command(there, 3000, *away), stdout=subprocess.DEVNULL, env=environment)
-    files = [there / name / "seed-0" / "metrics.jsonl" for name in ("fedavg", "scaffold")]
-    end = time.monotonic() + 240
-    while not all(file.is_file() and file.read_bytes().count(b"\n") > 3 for file in files):
-        assert process.poll() is None
-        assert time.monotonic() < end
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) in (1, 130)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_command_after_all_nodes_have_saved_their_round(nodes, tmp_path, number):
+    rounds, out = 10_000, tmp_path / "out"
+    options = ("--model", "logistic", "--clients", 4, "--seeds", "0", "--rounds", rounds, "--local-steps", 2)
+    options += ("--set", f"checkpoint_every={rounds}", "--no-references", "--parallel", f"2@{nodes[0]}")
+    process = Process(tmp_path, "compare", "fedavg", "scaffold", *options, "--out", out)
+    files = [out / name / "seed-0" / "metrics.jsonl" for name in ("fedavg", "scaffold")]
+    assert process.wait_until(lambda: all(file.is_file() and file.read_bytes().count(b"\n") > 3 for file in files))
+    process.signal(number)
+    outcome = process.wait()
+    assert outcome.code == 128 + number
+    assert outcome.err.count("Finishing this round") == 1
+    assert "Stopped; the run was saved. To resume, run: " in outcome.err
     for file in files:
-        rounds = len(file.read_text().splitlines())
-        assert 3 < rounds < 3000
-        (checkpoint,) = (file.parent / "checkpoints").iterdir()
-        manifest = json.loads((checkpoint / "manifest.json").read_text())["manifest"]
-        assert json.loads(manifest)["round"] == rounds
+        saved = [path.name for path in list_checkpoints(file.parent / "checkpoints")]
+        assert saved == [f"{len(metrics(file.parent)):07}"]

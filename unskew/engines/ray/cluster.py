@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
 from pathlib import Path
-from threading import Event
+from threading import Event, current_thread, main_thread
 from typing import Any, Literal
 
 from torch import Tensor
@@ -84,6 +85,7 @@ def connect(address: str, workers: int | None) -> None:
             check_reachable(address)
         if address == "local" and os.environ.get("RAY_AUTH_MODE", "token").lower() != "token":
             check_token_required(own_address())  # otherwise Ray creates a token
+        handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(address=address, **options)
         except (ConnectionError, RuntimeError, ValueError, AssertionError, ray.exceptions.RayError) as error:
@@ -92,6 +94,9 @@ def connect(address: str, workers: int | None) -> None:
                 f"with ray start --head, give this machine the cluster's token ({TOKEN} or RAY_AUTH_TOKEN), or use "
                 "ray.address=local."
             ) from error
+        finally:
+            if handler is not None and current_thread() is main_thread():
+                signal.signal(signal.SIGTERM, handler)  # Ray replaces it by one that ends the process at once
         if address != "local" and accepts_without_token(head_address(ray)):
             try:
                 check_token_required(head_address(ray).rpartition(":")[0].strip("[]"))
