@@ -159,16 +159,9 @@ class Harmonization(BaseModel):
                 )
             own = effect or self.estimate(x[rows], z[rows], f"{what}, {self.site} {name!r}")
             result[rows] = self.apply(x[rows], z[rows], own)
-        return with_columns(values, encoders, self.columns, result)
-
-
-def with_columns(
-    values: np.ndarray, encoders: Sequence[Encoder], columns: Sequence[str], replaced: np.ndarray
-) -> np.ndarray:
-    """Return a copy of all columns ``[n, F]`` as float64, with some of them replaced by ``[n, f]``."""
-    names, result = [encoder.name for encoder in encoders], values.astype(np.float64)
-    result[:, [names.index(name) for name in columns]] = replaced
-    return result
+        names, harmonized = [encoder.name for encoder in encoders], values.astype(np.float64)
+        harmonized[:, [names.index(name) for name in self.columns]] = result
+        return harmonized
 
 
 def site_effect(s: np.ndarray, empirical_bayes: bool, mean_only: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,7 @@ Covariate = tuple[str, tuple[str, ...]]
 """Name of a column and, if it is categorical, its categories; the first one is the reference."""
 
 
-def design_names(covariates: Sequence[Covariate]) -> list[str]:
+def design_names(covariates: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
     """Return the name of each column of a design matrix.
 
     >>> design_names([("age", ()), ("sex", ("female", "male"))])
@@ -25,7 +25,7 @@ def design_names(covariates: Sequence[Covariate]) -> list[str]:
 
 
 def columns_and_design(
-    rows: ClientRows, columns: Sequence[str], covariates: Sequence[Covariate]
+    rows: ClientRows, columns: Sequence[str], covariates: Sequence[tuple[str, Sequence[str]]]
 ) -> tuple[np.ndarray, np.ndarray]:
     """Return columns ``[n, f]`` and the design matrix ``[n, p]`` of their regression, without intercepts, as float64.
 
@@ -60,12 +60,6 @@ def columns_and_design(
     return x, z
 
 
-def rows_of_request(rows: ClientRows, request: SumRequest) -> tuple[np.ndarray, np.ndarray]:
-    """Return the columns ``[n, f]`` and the design matrix ``[n, p]`` of a request."""
-    covariates = [(name, tuple(values)) for name, values in request.args["covariates"]]
-    return columns_and_design(rows, request.args["columns"], covariates)
-
-
 def centered(values: np.ndarray) -> np.ndarray:
     """Subtract the mean of each column ``[n, p]``; constant columns become exactly 0."""
     return np.where(np.ptp(values, 0) > 0, values - values.mean(0), 0.0)
@@ -78,7 +72,7 @@ class CrossProducts(SumKind):
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
-        x, z = map(centered, rows_of_request(rows, request))
+        x, z = map(centered, columns_and_design(rows, **request.args))
         return {"covariates": as_tensor(z.T @ z), "columns": as_tensor(z.T @ x)}
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -99,7 +93,7 @@ class Residuals(SumKind):
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
-        x, z = rows_of_request(rows, request)
+        x, z = columns_and_design(rows, **request.args)
         residuals = x - z @ request.tensor("beta", z.shape[1], x.shape[1]).numpy()
         squares = np.square(centered(residuals)).sum(0)
         return {"rows": torch.tensor([len(x)]), "sums": as_tensor(residuals.sum(0)), "squares": as_tensor(squares)}
