@@ -91,7 +91,7 @@ class Harmonization(BaseModel):
 
     def common(self, z: np.ndarray) -> np.ndarray:
         """Return what all sites have in common, ``alpha + Z beta``, for covariates ``[n, p]``."""
-        return np.array(self.alpha) + z @ np.reshape(self.beta, (z.shape[1], len(self.columns)))
+        return np.asarray(np.array(self.alpha) + z @ np.reshape(self.beta, (z.shape[1], len(self.columns))))
 
     def estimate(self, x: np.ndarray, z: np.ndarray, who: str) -> SiteEffect:
         """Estimate the effect of a site.
@@ -126,7 +126,8 @@ class Harmonization(BaseModel):
             effect: Effect of the site.
         """
         common, sigma = self.common(z), np.array(self.sigma)
-        return sigma * ((x - common) / sigma - np.array(effect.gamma)) / np.array(effect.delta) + common
+        s = (x - common) / sigma
+        return np.asarray(sigma * (s - np.array(effect.gamma)) / np.array(effect.delta) + common)
 
     def harmonize(
         self, values: np.ndarray, encoders: Sequence[Encoder], sites: Sequence[str], what: str, new_sites: bool = False

@@ -55,8 +55,9 @@ def columns_and_design(
                 f"The column {name!r} of the harmonization {what}. Fill missing values, remove these rows, or list other "
                 "columns in harmonize.columns and harmonize.covariates."
             )
-    n = len(rows.numbers)
-    x, z = (np.reshape([*part.values()], (len(part), n)).astype(np.float64).T for part in (selected, design))
+    x, z = (
+        np.array([*part.values()], np.float64).reshape(len(part), len(rows.numbers)).T for part in (selected, design)
+    )
     return x, z
 
 
