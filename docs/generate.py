@@ -77,6 +77,7 @@ LINKS = {
     "buffers": ("buffers", "models.md#buffers"),
     "method": ("methods", "methods/index.md"),
     "client_weighting": ("weights", "concepts.md#weights"),
+    "ranges": ("diagnosis of sites", "deployment.md#diagnosis-before-training"),
     "sampling": ("cohorts and accounting", "methods/privacy.md#cohorts-and-accounting"),
     "lr_schedule": ("learning-rate schedules", "concepts.md#learning-rate-schedules"),
     "class_weights": ("imbalanced classes", "tables.md#imbalanced-classes"),
@@ -84,6 +85,7 @@ LINKS = {
     "network.delay": ("delays", "concepts.md#delays"),
     "network.uplink": ("simulated time", "concepts.md#simulated-time"),
     "attack": ("attackers", "attacks.md"),
+    "coefficients": ("odds ratios", "tables.md#odds-ratios"),
     "diagnose": ("diagnostics", "configuration.md#diagnostics"),
     "base_run": ("starting from a finished run", "reproducibility.md#starting-from-a-finished-run"),
     "synthetic": ("generators", "generators.md#the-synthetic-set"),
@@ -159,6 +161,8 @@ def default_text(value: Any) -> str:
         return "`true`" if value else "`false`"
     if value is None:
         return "none"
+    if value and isinstance(value, tuple):
+        return f"`[{', '.join(map(str, value))}]`"
     return "empty" if str(value) in ("", "()", "[]", "{}") else f"`{value}`"
 
 

@@ -14,7 +14,6 @@ from support.running import call
 
 import unskew
 from speed.advice_evidence import score_leaving_out, score_page, summarize_scores
-from unskew.data.label_distance import label_distance_by_chance
 from unskew.diagnosis import advice as advice_module
 from unskew.diagnosis.evidence import (
     SCALES,
@@ -34,6 +33,7 @@ from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
 from unskew.methods.registry import method
+from unskew.sums.skew import label_distance_by_chance
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}
 
@@ -232,13 +232,13 @@ def test_feature_skew_is_the_share_between_clients():
         normalize=False,
     )
     pairs = [(c.x, c.y) for c in fed.clients]
-    assert feature_skew(pairs.__getitem__, [0, 1]) == pytest.approx(0.5, abs=0.02)
+    assert feature_skew(pairs.__getitem__, [0, 1], 2) == pytest.approx(0.5, abs=0.02)
     alike = [(fed.clients[0].x[k::2], fed.clients[0].y[k::2]) for k in (0, 1)]
-    assert feature_skew(alike.__getitem__, [0, 1]) < 0.002
-    assert feature_skew(lambda k: (pairs[k][0].long(), pairs[k][1]), [0, 1]) is None
+    assert feature_skew(alike.__getitem__, [0, 1], 2) < 0.002
+    assert feature_skew(lambda k: (pairs[k][0].long(), pairs[k][1]), [0, 1], 2) is None
     drawn = [draws.multinomial(50, np.full(5, 0.2)) / 50 for _ in range(400)]
     measured = np.mean([0.5 * np.abs(q - 0.2).sum() for q in drawn])
-    assert label_distance_by_chance(np.full(5, 0.2), [50]) == pytest.approx(measured, rel=0.05)
+    assert label_distance_by_chance(np.full(5, 0.2), 50**-0.5) == pytest.approx(measured, rel=0.05)
 
 
 def test_trying_says_what_held_and_ends_in_time():

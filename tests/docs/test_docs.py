@@ -107,6 +107,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
     assert described - {path.name for path in folder.iterdir()} <= {
         "cache",
         "clients",
+        "coefficients.json",
         "coefficients.png",
         "curves.json",
         "personal",

@@ -65,7 +65,11 @@ def test_shares_have_the_score_interval_of_scipy(hits, n):
 def test_published_values_of_wilson_and_delong():
     assert wilson_interval(9, 10) == pytest.approx((0.5958, 0.9821), abs=5e-5)
     assert wilson_interval(10, 10) == pytest.approx((0.7225, 1), abs=5e-5)
-    assert auroc_interval(LABELS == 1, SCORES) == pytest.approx((0.3218, 0.9548), abs=5e-5)
+    low, high = np.array(auroc_interval(LABELS == 1, SCORES))
+    assert (low, high) == pytest.approx((0.3218, 0.9548), abs=5e-5)
+    center, half = (math.log(high / (1 - high)) + np.array([1, -1]) * math.log(low / (1 - low))) / 2
+    assert 1 / (1 + math.exp(-center)) == pytest.approx(0.76, abs=1e-12)
+    assert (half / 1.959963984540054 * 0.76 * 0.24) ** 2 == pytest.approx(0.0312, abs=1e-12)
 
 
 def test_delong_is_a_loop_over_all_pairs():

@@ -373,5 +373,6 @@ def show(result: Any, folder: Path, console: Console, as_json: bool) -> None:
 
     if LOUDNESS.quiet:
         return
-    text = f"Results are in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, figures."
+    more = "coefficients.json, " if (folder / "coefficients.json").exists() else ""
+    text = f"Results are in {folder}: config.yaml, metrics.jsonl, summary.json, model.safetensors, {more}figures."
     console.print(text, highlight=False, soft_wrap=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from unskew.cli import operate
+from unskew.cli import diagnose_sites, operate
 from unskew.cli.common import (
     AsJson,
     ConfigFile,
@@ -37,7 +37,15 @@ deploy = DocumentedCommands(
 )
 
 
-for command in (operate.status, operate.sites, operate.log, operate.stop, operate.exclude, operate.register):
+for command in (
+    diagnose_sites.diagnose,
+    operate.status,
+    operate.sites,
+    operate.log,
+    operate.stop,
+    operate.exclude,
+    operate.register,
+):
     deploy.command()(command)
 
 
@@ -110,6 +118,32 @@ def site(
     from unskew.deployment.site.listener import serve_site
 
     serve_site(file)
+
+
+@deploy.command()
+def forget(
+    file: Annotated[Path, typer.Argument(parser=parse_path, metavar="SITE.yaml")],
+) -> None:
+    """Forget the statistics that a site has sent, so that it replies again after a change of few rows.
+
+    Options:
+        file: The site's configuration, site.yaml.
+    """
+    from unskew.deployment.site.config import load_site_config
+    from unskew.deployment.site.statistics_ledger import StatisticsLedger
+
+    state = load_site_config(file).path("state", file.parent.absolute())
+    forgotten = StatisticsLedger(state).forget()
+    grids = ", ".join(forgotten.grids) or "no column"
+    lines = (
+        f"Forgotten: {len(forgotten.replies)} stored replies, hashes of {len(forgotten.data)} data sets, and the grids of "
+        f"{grids}. Not forgotten: the privacy losses, {forgotten.spent:g} in total.",
+        "The site now computes requested statistics again. Whoever has the earlier replies can compare: the difference shows "
+        "the rows that have changed since, even a single one; noise that is drawn again can be averaged; two grids of a "
+        "column show finer cells.",
+    )
+    for line in lines:
+        console_for().print(line, highlight=False, soft_wrap=True)
 
 
 @deploy.command()

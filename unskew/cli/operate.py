@@ -82,7 +82,7 @@ def log(
         follow: Print new events until the run ends.
         verify: Check that no event was changed, removed or added.
     """
-    from unskew.deployment.server.audit_log import FILE, read_events
+    from unskew.deployment.common.audit_log import FILE, read_events
     from unskew.deployment.server.control import socket_path
 
     shown, running = 0, True

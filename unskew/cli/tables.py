@@ -212,17 +212,20 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
         return f"{named}{row['share']:.1%}" if "share" in row else ""
 
     def add(name: str, row: dict[str, Any], last: str) -> None:
-        table.add_row(name, f"{row['rows']:,}", outcome_cell(row), f"{row['missing']:.1%}", last)
+        missing = "" if row["missing"] is None else f"{row['missing']:.1%}"
+        table.add_row(name, f"{row['rows']:,}", outcome_cell(row), missing, last)
 
     for row in rows[:most]:
         add(row["client"], row, ", ".join(f"{name} {value:+.2f}" for name, value in row["shifts"][:SHIFTS_SHOWN]))
     if rest := rows[most:]:
         ends = {}
-        for key in {"share", "mean", "missing"} & pooled.keys():
+        for key in (name for name in ("share", "mean", "missing") if pooled.get(name) is not None):
             values = [row[key] for row in rest]
             ends[key] = " to ".join(f"{v:.4g}" if key == "mean" else f"{v:.1%}" for v in (min(values), max(values)))
         outcomes = ends.get("mean", ends.get("share", "") if same else "")
-        table.add_row(f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends["missing"], "")
+        table.add_row(
+            f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends.get("missing", ""), ""
+        )
     add("all", pooled, "")
     table.caption = (
         "Shift: standardized mean difference of a number, total variation distance of categories and classes."

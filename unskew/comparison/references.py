@@ -52,7 +52,7 @@ def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]
         spelling: Expression of the reference.
     """
     fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
-    fields["attack"] = None
+    fields |= {"attack": None, "coefficients": False}
     fields |= {"save_samples": False, "base_run": False, "client_weighting": "auto", "buffers": "average"}
     if is_local(spelling):
         return {**fields, "early_stopping": None, "keep": "last", "eval_every": ROUNDS}

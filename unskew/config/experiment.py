@@ -48,6 +48,9 @@ DIAGNOSES = (*AT_CLIENTS, "server")
 """Diagnostics that are available with every method; some methods provide more."""
 
 
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
 class Experiment(DataSpec):
     """Configuration of a run: data, model, method, training budget and execution.
 
@@ -119,6 +122,8 @@ class Experiment(DataSpec):
     """``required``: the server sees only the weighted sum of a round's updates; methods that need more are rejected."""
     diagnose: tuple[str, ...] = ()
     """Diagnostics that are measured in evaluated rounds, in addition to the method's metrics."""
+    ranges: Mapping[str, tuple[Finite, Finite]] = {}
+    """Ends of the histograms of ``unskew deploy diagnose``, by column: ``{age: [0, 120]}``."""
     start_from: str | None = None
     """Folder of a finished run on the same data: this run starts from its model and continues its round numbers."""
     base_run: bool = False
@@ -161,6 +166,9 @@ class Experiment(DataSpec):
     """Number of rounds between checkpoints (one is always written after the last round)."""
     save_samples: Annotated[bool, EVALUATION] = False
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
+    coefficients: Annotated[bool, EVALUATION] = False
+    """After the last round, compute the coefficients of a logistic regression of all training rows, with 95 % intervals
+    and odds ratios (``coefficients.json``)."""
     target: Annotated[Annotated[float, Field(allow_inf_nan=False)] | None, EVALUATION] = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
     trackers: Annotated[tuple[str, ...], TRACKER] = ()
@@ -172,6 +180,14 @@ class Experiment(DataSpec):
         if isinstance(value, str):
             return parse_names(value)
         return (value,) if callable(value) else value
+
+    @pydantic.field_validator("ranges")
+    @classmethod
+    def _ordered(cls, value: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        for column, (low, high) in value.items():
+            if low >= high:
+                raise ValueError(f"the range of {column} is from {low:g} to {high:g}; the smaller number is the first")
+        return value
 
     @pydantic.field_validator("positive", mode="before")
     @classmethod

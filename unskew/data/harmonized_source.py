@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 from unskew.data.harmonize import fit_harmonization
-from unskew.data.label_distance import label_distance_by_chance, label_distances
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import get_column
 from unskew.data.partitioned import PartitionedSource
@@ -24,6 +23,7 @@ from unskew.sums.base import SumRequest
 from unskew.sums.columns import decode_values
 from unskew.sums.cross_products import columns_and_design
 from unskew.sums.exchange import SimulatedExchange
+from unskew.sums.skew import label_distance_by_chance, label_distances
 from unskew.tasks.registry import TASKS
 
 CONFOUNDED, NEARLY_CONFOUNDED = 0.10, 0.05
@@ -213,11 +213,11 @@ def confounding(training: PartitionedSource, allowed: bool) -> float:
         median = torch.cat(labels).median(0).values
         above = np.array([(own > median).sum(0).tolist() for own in labels], float).T
         counts = [np.stack([share, [len(own) for own in labels] - share], 1) for share in above]
-    distance = max(
-        float(label_distances(some)[0].mean())
-        - label_distance_by_chance(some.sum(0) / some.sum(), some.sum(1).tolist())
-        for some in counts
-    )
+    distance = -1.0
+    for some in counts:
+        shares = some.sum(0) / max(1.0, some.sum())
+        by_chance = label_distance_by_chance(shares, float(np.mean(1 / np.sqrt(some.sum(1).clip(1)))))
+        distance = max(distance, float(label_distances(some, shares)[0].mean()) - by_chance)
     if distance >= NEARLY_CONFOUNDED:
         what = f"The labels of the sites differ: their distance from all labels is {distance:.2f} more than by chance"
         if distance >= CONFOUNDED and not allowed:

@@ -36,7 +36,8 @@ from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
 
 if TYPE_CHECKING:
-    from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
+    from unskew.measurements.heterogeneity import HeterogeneityMeasurement
+    from unskew.sums.statistics import Metrics
 
 PERSONAL = 2
 """Number of methods with personal models to try, if one model for all clients cannot be enough."""

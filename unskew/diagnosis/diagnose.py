@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from unskew.checked_tensors import load_checked
+from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_config
 from unskew.config.trust import NOT_OF_MODEL
 from unskew.data.federation import Federation
@@ -123,7 +124,6 @@ def diagnose(
     fed = federation_of(config.data_spec, config.seed) if federation is None else federation
     fed = apply_task_options(fed, config.loss, config.class_weights)
     spec = initial_spec(config, fed, model_object(model), method(config.method)).to(device)
-    sizes, times = np.unique(fed.sizes, return_counts=True)
     scope = validate_scope(
         MeasurementScope(
             clients=sample_clients,
@@ -131,7 +131,7 @@ def diagnose(
             shares=tuple(synthetic_fractions),
             curvature=curvature,
             iterations=iterations,
-            tau=float(np.average([config.training.steps(int(n), 0) for n in sizes], weights=times)),
+            tau=mean_local_steps(config, fed.sizes),
             batch=config.batch_size,
             epsilon=epsilon,
             mu=mu,
@@ -160,7 +160,7 @@ def diagnose(
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
     labels = label_skew_metrics(fed, ids)
-    labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids)
+    labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids, fed.classes)
     sites = site_differences(fed, ids, config.features)
     labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
     if fed.harmonization is not None:
@@ -168,6 +168,17 @@ def diagnose(
         labels |= {"harmonized_between_before": before, "harmonized_between_after": after}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
     return DiagnosisReport(details, labels, measured, sites, setting)
+
+
+def mean_local_steps(config: Experiment, sizes: np.ndarray) -> float:
+    """Return the mean number of local steps of a client in a round.
+
+    Args:
+        config: Configuration of a run.
+        sizes: Number of training samples of each client, ``[K]``.
+    """
+    different, times = np.unique(sizes, return_counts=True)
+    return float(np.average([config.training.steps(int(n), 0) for n in different], weights=times))
 
 
 def validate_scope(scope: MeasurementScope) -> MeasurementScope:

@@ -55,7 +55,7 @@ def coordinates(features: SkewFeatures) -> dict[str, float | str | None]:
     return {
         "label skew": features.skew,
         "feature skew": features.features,
-        "dissimilarity": math.log10(0.1 + features.dissimilarity),
+        "dissimilarity": None if features.dissimilarity is None else math.log10(0.1 + features.dissimilarity),
         "clients": math.log10(features.clients),
         "samples per client": math.log10(features.mean_size),
         "participation": math.log10(features.participation),

@@ -13,9 +13,10 @@ from torch import nn
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError, DataError, short_repr
-from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
+from unskew.measurements.heterogeneity import HeterogeneityMeasurement
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike
+from unskew.sums.statistics import Metrics
 
 DIFFERENT = 0.05
 """Share of the label's variance between clients, if possible after a linear model of the inputs, from which personal models
@@ -142,9 +143,9 @@ class SkewFeatures:
         tau: Number of local steps per round of a client of mean size.
         delayed: Whether updates arrive late.
         skew: Total variation distance of clients' labels from all clients', minus the expected distance by chance; 0 to
-            1.
+            1. None if samples with labels were not counted.
         features: Share of the variance of inputs within a class that is between clients; None if not measured.
-        dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``.
+        dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``; None if not measured.
         noise: ``sigma^2`` divided by batch size and ``zeta^2``: local steps from which drift exceeds noise.
         linear: Share of the parameters that are in linear layers.
         asked: Configured number of rounds.
@@ -162,9 +163,9 @@ class SkewFeatures:
     rounds: int
     tau: float
     delayed: bool
-    skew: float
+    skew: float | None
     features: float | None
-    dissimilarity: float
+    dissimilarity: float | None
     noise: float
     linear: float
     asked: int
@@ -198,7 +199,8 @@ class SkewFeatures:
         zeta2, sigma2 = metrics["zeta2"] or 0.0, metrics["sigma2_mean"] or 0.0
         gradient2 = metrics["gradient2"] or 0.0
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
-        distance, chance = labels.get("label_distance_mean") or 0.0, labels.get("label_distance_chance") or 0.0
+        distance, chance = labels.get("label_distance_mean"), labels.get("label_distance_chance")
+        unknown = fed.objective.labeled and distance is None
         layers = [m for m in setting.spec.module.modules() if isinstance(m, nn.Linear)]
         linear = sum(p.numel() for layer in layers for p in layer.parameters())
         return cls(
@@ -211,9 +213,9 @@ class SkewFeatures:
             rounds=config.rounds,
             tau=float(details["tau"]),
             delayed=config.network.delay != "none",
-            skew=max(0.0, distance - chance),
+            skew=None if unknown else max(0.0, (distance or 0.0) - (chance or 0.0)),
             features=labels.get("feature_skew"),
-            dissimilarity=excess / gradient2 if gradient2 > 0 else 0.0,
+            dissimilarity=None if metrics["zeta2"] is None else excess / gradient2 if gradient2 > 0 else 0.0,
             noise=sigma2 / details["batch"] / excess if excess > 0 else math.inf,
             linear=linear / max(1, setting.spec.size),
             asked=config.rounds,

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from unskew.measurements.heterogeneity import HeterogeneityMeasurement, Metrics
+from unskew.measurements.heterogeneity import HeterogeneityMeasurement
 from unskew.measurements.site_differences import SiteDifferences
 from unskew.plots.figure import new_figure, save_or_return
 from unskew.records.notebook import NotebookTable
+from unskew.sums.statistics import Metrics
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

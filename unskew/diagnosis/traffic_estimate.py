@@ -26,8 +26,10 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         method: Method to estimate.
     """
     fed, config = setting.federation, setting.config
-    few = [shrink_client(fed.clients[k], number) for number, k in enumerate(range(min(CLIENTS, len(fed.clients))))]
     x, y = fed.test
+    few = [shrink_client(fed.clients[k], number) for number, k in enumerate(range(min(CLIENTS, len(fed.clients))))]
+    # The server of real sites has no rows of theirs; with rows of its test set, the messages have the same sizes.
+    few = [client if len(client.x) else replace(client, x=x[:SAMPLES], y=y[:SAMPLES]) for client in few]
     server = fed.server
     if server is not None:
         server = replace(server, x=server.x[:SAMPLES], y=server.y[:SAMPLES])
@@ -43,6 +45,7 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "engine": "inline",
         "base_run": True,
         "save_samples": False,
+        "coefficients": False,
         **dict.fromkeys(("local_epochs", "early_stopping", "attack", "start_from", "target")),
         "lr_schedule": "constant",
         "network": type(config.network)(),

@@ -29,11 +29,14 @@ from unskew.errors import DataError
 from unskew.measurements import fedssyn_bounds
 from unskew.measurements.gradient_probe import GradientProbe, GroupMoments, Products, largest_eigenvalues
 from unskew.seeding import derive, generator, normal, numpy_generator
+from unskew.sums.base import SumRequest, Sums
+from unskew.sums.statistics import Metrics, Statistic
 
 Pair = tuple[Tensor, Tensor]
 SyntheticOf = Callable[[int], Pair]
 """Returns the synthetic set ``x [n, ...], y`` of a client, as stored."""
-Metrics = dict[str, float | None]
+METRICS = ("zeta2", "gradient2", "sigma2_mean", "sigma2_max", "sigma2_avg", "L_max", "L_avg")
+"""Metrics of a measurement without synthetic data."""
 Follow = Callable[[str, int, int], None]
 """Receives the name of the operation, the finished amount and the total."""
 
@@ -82,6 +85,39 @@ class HeterogeneityMeasurement:
     model_label: str
     metrics: Metrics
     shares: list[Metrics] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class GradientSkew(Statistic):
+    """``zeta2``, ``gradient2``, ``sigma2_mean`` and ``sigma2_avg`` from sums over the clients, in float64.
+
+    The other metrics of a measurement are not functions of sums, so they are None.
+
+    Attributes:
+        parameters: Number of parameters of the model.
+    """
+
+    parameters: int
+
+    def first(self) -> list[SumRequest]:
+        """Return the request for gradients at the initial model."""
+        return [SumRequest("gradient", {"parameters": self.parameters})]
+
+    def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
+        """Return the metrics."""
+        K, norms, noise = first[0]["norms"].tolist()
+        if not K:
+            return dict.fromkeys(METRICS)
+        mean = first[0]["gradient"] / K
+        gradient2 = float(mean @ mean)
+        zeta2 = max(0.0, norms / K - gradient2)
+        return {
+            **dict.fromkeys(METRICS),
+            "zeta2": zeta2,
+            "gradient2": gradient2,
+            "sigma2_mean": noise / K,
+            "sigma2_avg": noise / K + zeta2,
+        }
 
 
 def selected_clients(federation: Federation, scope: MeasurementScope) -> list[int]:

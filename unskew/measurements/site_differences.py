@@ -15,6 +15,10 @@ from unskew.data.clients import ArrayClients
 from unskew.data.federation import Federation
 from unskew.data.readers.column_roles import INPUT, LABEL
 from unskew.data.readers.encoders import category_counts
+from unskew.measurements.label_skew import share_between
+from unskew.sums.base import SumRequest, Sums
+from unskew.sums.skew import input_values
+from unskew.sums.statistics import Metrics, Statistic
 from unskew.tasks.regression import Regression
 
 MANY = 10_000
@@ -62,7 +66,7 @@ def site_differences(
     """
     every = isinstance(federation.clients, ArrayClients) and len(federation.clients) <= MANY
     ids = list(range(len(federation.clients)) if every else measured)
-    names, counts, center = _columns(federation, features)
+    names, counts, center = input_columns(federation, features)
     wide = sum(count or 1 for count in counts) > WIDEST
     skipped = wide and not names
     n, gram = np.zeros(len(ids)), np.zeros(())
@@ -70,7 +74,7 @@ def site_differences(
     for i, k in enumerate(ids):
         client = federation.clients[k]
         t = _targets(federation, torch.cat([client.y, client.y_test]))
-        x = np.zeros((len(t), 0)) if skipped else _inputs(torch.cat([client.x, client.x_test]), counts, center)
+        x = np.zeros((len(t), 0)) if skipped else input_values(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]
         sums.append(values.sum(0))
@@ -78,50 +82,121 @@ def site_differences(
         gram = gram if wide else gram + values.T @ values
     mean, total = np.stack(sums) / n[:, None].clip(1), np.stack(squares)
     absent = np.zeros((len(ids), len(names))) if federation.missing is None else federation.missing[ids]
-    outcomes, moved = _outcomes(federation, n, mean[:, inputs:], total[:, inputs:])
-    shifts = moved | _input_shifts(names, counts, n, absent, mean[:, 1:inputs], total[:, 1:inputs].sum(0))
-    rows = []
-    for i, k in enumerate(ids):
-        own = [(name, float(of[i])) for name, of in shifts.items() if np.isfinite(of[i])]
-        missing = {name: float(count / n[i]) for name, count in zip(names, absent[i], strict=True) if count}
-        row = {"client": federation.client_label(k), "rows": int(n[i]), **outcomes[i]}
-        row |= {"missing": sum(missing.values()) / max(1, len(names)), "missing_columns": missing}
-        rows.append({**row, "shifts": sorted(own, key=lambda shift: -abs(shift[1]))[:LISTED]})
-    everyone = {"rows": int(n.sum()), **outcomes[-1], "missing": float(absent.sum() / max(1.0, n.sum() * len(names)))}
-    if not moved:
+    rows, everyone = site_rows(federation, ids, names, counts, n, absent, mean, total, inputs)
+    if inputs == mean.shape[1]:
         return SiteDifferences(rows, everyone, {}, None, None)
     pooled = n @ mean / n.sum()
     scatter = total.sum(0)[inputs:] - n.sum() * pooled[inputs:] ** 2
     between = n @ np.square(mean - pooled)[:, inputs:]
     shares = dict(zip(federation.names, (between / scatter.clip(1e-300)).tolist(), strict=True))
-    label = _beyond_chance(between.sum(), scatter.sum(), scatter.sum(), n, 1)
+    label = share_between(between.sum(), scatter.sum(), scatter.sum(), n.sum(), len(n))
     if wide:
         return SiteDifferences(rows, everyone, shares, label, None)
     # Residuals of least squares are linear in the values, so that their sums follow from those of the values.
-    scale = np.sqrt(np.diag(gram)[:inputs].clip(1e-300))
-    inverse = np.linalg.pinv(gram[:inputs, :inputs] / np.outer(scale, scale), rcond=1e-9, hermitian=True)
-    beta = inverse @ (gram[:inputs, inputs:] / scale[:, None]) / scale[:, None]
+    beta = linear_model(gram[:inputs])
     residual = mean[:, inputs:] - mean[:, :inputs] @ beta
     left = np.trace(gram[inputs:, inputs:]) - (beta * gram[:inputs, inputs:]).sum()
-    unexplained = _beyond_chance(n @ np.square(residual).sum(1), left, scatter.sum(), n, inputs)
+    unexplained = share_between(n @ np.square(residual).sum(1), left, scatter.sum(), n.sum(), len(n), inputs)
     return SiteDifferences(rows, everyone, shares, label, unexplained)
 
 
-def _beyond_chance(between: float, scatter: float, variance: float, n: np.ndarray, parameters: int) -> float:
-    """Return the share of a variance that lies between clients, without the share expected by chance (``omega^2``).
+def site_rows(
+    federation: Federation,
+    ids: Sequence[int],
+    names: Sequence[str],
+    codes: Sequence[int],
+    n: np.ndarray,
+    absent: np.ndarray | None,
+    mean: np.ndarray,
+    squares: np.ndarray,
+    inputs: int,
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the rows of ``SiteDifferences`` and the row of all clients together.
 
     Args:
-        between: Sum of squares between the clients' means.
-        scatter: Sum of squares of all samples.
-        variance: Sum of squares of the targets.
+        federation: Data of all clients; only their number, names and kind are used.
+        ids: Clients of the rows.
+        names: Names of the input columns; empty if they have none.
+        codes: Number of codes of each column, 0 for a number; empty if their sums are not known.
         n: Samples of each client, ``[K]``.
-        parameters: Number of parameters that were fitted to all samples.
+        absent: Missing values in each named column, ``[K, f]``; None if they are not known.
+        mean: Mean of 1, the inputs and the targets of each client, ``[K, 1 + F + T]``; no targets if they are not known.
+        squares: Sums of their squares, ``[K, 1 + F + T]``.
+        inputs: ``1 + F``.
     """
-    chance = (len(n) - 1) * (scatter - between) / max(1.0, n.sum() - len(n) - parameters + 1)
-    return max(0.0, float((between - chance) / variance)) if variance > 0 else 0.0
+    outcomes, moved = _outcomes(federation, n, mean[:, inputs:], squares[:, inputs:])
+    there = np.zeros((len(ids), len(names))) if absent is None else absent
+    shifts = moved | _input_shifts(names, codes, n, there, mean[:, 1:inputs], squares[:, 1:inputs].sum(0))
+    rows = []
+    for i, k in enumerate(ids):
+        own = [(name, float(of[i])) for name, of in shifts.items() if np.isfinite(of[i])]
+        missing = {name: float(count / n[i]) for name, count in zip(names, there[i], strict=True) if count}
+        row = {"client": federation.client_label(k), "rows": int(n[i]), **outcomes[i]}
+        share = None if absent is None else sum(missing.values()) / max(1, len(names))
+        row |= {"missing": share, "missing_columns": missing}
+        rows.append({**row, "shifts": sorted(own, key=lambda shift: -abs(shift[1]))[:LISTED]})
+    total = None if absent is None else float(there.sum() / max(1.0, n.sum() * len(names)))
+    return rows, {"rows": int(n.sum()), **outcomes[-1], "missing": total}
 
 
-def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
+def linear_model(products: np.ndarray) -> np.ndarray:
+    """Return the coefficients ``[1 + F, T]`` of least squares of the targets on 1 and the inputs.
+
+    Args:
+        products: Products of 1 and the inputs with 1, the inputs and the targets, ``[1 + F, 1 + F + T]``.
+    """
+    inputs = len(products)
+    scale = np.sqrt(np.diag(products[:, :inputs]).clip(1e-300))
+    inverse = np.linalg.pinv(products[:, :inputs] / np.outer(scale, scale), rcond=1e-9, hermitian=True)
+    return np.asarray(inverse @ (products[:, inputs:] / scale[:, None]) / scale[:, None])
+
+
+@dataclass(frozen=True)
+class LabelVariance(Statistic):
+    """``label_between`` and ``label_unexplained`` of ``SiteDifferences``, from sums over the clients.
+
+    Attributes:
+        codes: Number of codes of each input column, 0 for a number; empty if the inputs are not used.
+        center: Number to subtract from each column.
+        targets: Number of targets, or of classes.
+    """
+
+    codes: tuple[int, ...]
+    center: np.ndarray
+    targets: int
+
+    def first(self) -> list[SumRequest]:
+        """Return the request for the products of inputs and targets."""
+        return [SumRequest("label_products", *self._constants())]
+
+    def second(self, first: Sequence[Sums]) -> list[SumRequest]:
+        """Return the request for distances from the mean and from the linear model."""
+        products = first[0]["products"].numpy()
+        mean = torch.from_numpy(products[0, len(products) :] / max(1.0, products[0, 0]))
+        args, tensors = self._constants()
+        model = torch.from_numpy(linear_model(products))
+        return [SumRequest("label_scatter", args, {**tensors, "mean": mean, "coefficients": model})]
+
+    def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
+        """Return both shares."""
+        products, squares = first[0]["products"].numpy(), first[0]["squares"].numpy()
+        inputs, rows = len(products), float(products[0, 0])
+        clients = float(first[0]["clients"])
+        if not clients:
+            return {"label_between": None, "label_unexplained": None}
+        between, residual = second[0]["scatter"].tolist()
+        scatter = float((squares - products[0, inputs:] ** 2 / max(1.0, rows)).sum())
+        left = float(squares.sum() - (linear_model(products) * products[:, inputs:]).sum())
+        return {
+            "label_between": share_between(between, scatter, scatter, rows, clients),
+            "label_unexplained": share_between(residual, left, scatter, rows, clients, inputs) if self.codes else None,
+        }
+
+    def _constants(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        return {"codes": [*self.codes], "targets": self.targets}, {"center": torch.from_numpy(self.center)}
+
+
+def input_columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
     """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract."""
     shape, encoders = federation.shape, federation.encoders
     if federation.task == "language" or federation.test[0].dtype == torch.int64:
@@ -136,18 +211,6 @@ def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str]
     known = federation.normalization
     center = np.zeros(width) if len(shape) > 1 or known is None else np.array(known.mean) / known.scale
     return named if len(shape) == 1 else [], [0] * width, center
-
-
-def _inputs(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
-    """Return the inputs ``[n, F]``: numbers minus ``center``, and an input of 0 and 1 for each code of a category."""
-    values = x.reshape(len(x), -1).double()
-    return torch.cat(
-        [
-            F.one_hot(values[:, j].long(), count).double() if count else values[:, [j]] - center[j]
-            for j, count in enumerate(counts)
-        ],
-        1,
-    ).numpy()
 
 
 def _targets(federation: Federation, y: Tensor) -> np.ndarray:
@@ -191,7 +254,7 @@ def _outcomes(
     task, names = federation.objective, federation.names
     pooled = n @ mean / n.sum()
     title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
-    if federation.task == "language":
+    if federation.task == "language" or not mean.shape[1]:
         return [{} for _ in range(len(n) + 1)], {}
     if isinstance(task, Regression):
         means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])

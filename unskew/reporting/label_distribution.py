@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from unskew.comparison.benefit import client_label
-from unskew.data.label_distance import label_distances
 from unskew.plots.curves import prevalence
 from unskew.reporting.chart_data import evenly_spaced, gini
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.run_reader import RunFiles
+from unskew.sums.skew import label_distances
 
 ROWS, COLUMNS = 100, 100
 """Maximum number of rows and of columns of a heat map."""
@@ -124,7 +124,7 @@ def skew_statistics(counts: np.ndarray) -> dict[str, float]:
     counts = counts[counts.sum(1) > 0]
     if not len(counts):
         return {}
-    distances, entropies = label_distances(counts)
+    distances, entropies, _ = label_distances(counts, counts.sum(0) / counts.sum())
     return {
         "classes per client, median": float(np.median((counts > 0).sum(1))),
         "effective number of classes per client, mean": float(np.exp(entropies).mean()),

@@ -32,7 +32,7 @@ SHARED = (
 HOW = (
     *("seed", "method", "engine", "workers", "graphs", "stall_warning_seconds", "device", "trackers", "target"),
     *("checkpoint_every", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from"),
-    "objective",
+    *("objective", "coefficients"),
 )
 """Fields that may differ between the runs of one method."""
 

@@ -11,6 +11,7 @@ import yaml
 
 from unskew.comparison.benefit import FEWEST, client_label
 from unskew.errors import abbreviate
+from unskew.json_models import read_model
 from unskew.reporting import chart_data, run_description, tables
 from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
@@ -19,6 +20,7 @@ from unskew.reporting.section_errors import guard_section, section_html
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
 from unskew.reporting.verdict import verdict
+from unskew.runs.coefficients import NAME as COEFFICIENTS
 from unskew.tasks.formatting import value_text
 
 GENERAL = (
@@ -77,6 +79,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         (LABELS, partial(_label_distribution, shown["holdings"], group)),
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
+        ("Coefficients", partial(_coefficients, part)),
         ("Cost", partial(_costs, part)),
         (MEASUREMENTS, partial(_methods, part, shown["measured"], images)),
         ("Run it again", partial(_repeat, part)),
@@ -178,6 +181,14 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     best = chart_data.best_classifiers(part)
     confusions = [table for classifier in best if (table := tables.confusion_table(classifier)) is not None]
     return render_section("classifier", kinds=kinds, group=group, count=len(best), tables=confusions)
+
+
+def _coefficients(part: RunGroup) -> str:
+    path = next((path for run in part.runs if (path := run.folder / COEFFICIENTS).is_file()), None)
+    if path is None:
+        return ""
+    content = read_model(path, dict[str, Any])
+    return render_section("coefficients", entry=tables.coefficient_table(content), note=content["meaning"])
 
 
 def _costs(part: RunGroup) -> str:

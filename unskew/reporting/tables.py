@@ -334,6 +334,23 @@ def confusion_table(one: MethodRuns) -> Table | None:
     return Table(f"confusion of {one.label}", caption, ["true class", *(f"predicted {name}" for name in names)], rows)
 
 
+def coefficient_table(content: Mapping[str, Any]) -> Table:
+    """Build the table of a run's ``coefficients.json``.
+
+    Args:
+        content: Content of the file.
+    """
+    names = ("coefficient", "standard_error", "z", "p_value", "odds_ratio", "odds_ratio_low", "odds_ratio_high")
+    rows = []
+    for row in content["coefficients"]:
+        name, category = row["column"], row["category"]
+        title = name if category is None else f"{name}: {category} (against {content['references'][name]})"
+        cells = [Cell("-") if row[key] is None else Cell(f"{row[key]:.4g}", row[key]) for key in names]
+        rows.append([Cell(title), *cells])
+    caption = f"Odds ratios of {content['event']} ({content['events']} of {content['rows']} training rows)"
+    return Table("coefficients", caption, ["column", *(name.replace("_", " ") for name in names)], rows)
+
+
 COSTS: dict[str, tuple[str, Any]] = {
     "seconds": ("seconds of the run", number_cell),
     "seconds_simulated": ("simulated seconds", number_cell),

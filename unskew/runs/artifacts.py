@@ -23,7 +23,7 @@ def write_artifacts(
     server: Server,
     clients: list[dict[str, Any]],
     summary: dict[str, Any],
-    curves: dict[str, Any],
+    more: dict[str, dict[str, Any]],
 ) -> None:
     """Write the model, its input specification, the metrics of each client, and last the summary.
 
@@ -34,7 +34,7 @@ def write_artifacts(
         server: Server after the last round.
         clients: One row per client.
         summary: Summary of the run; its file marks the run as finished.
-        curves: Curves of a classifier; empty if there are none.
+        more: Contents of further files by name; empty ones are not written.
     """
     spec: ModelSpec = server.setup.spec
     v, b = server.selection.evaluated
@@ -44,6 +44,7 @@ def write_artifacts(
     about |= {"inputs": write_inputs(folder, federation, config)}
     write_atomic(folder / "model.safetensors", encode_checked(weights, about))
     write_clients(folder, clients)
-    if curves:
-        write_atomic(folder / "curves.json", (json.dumps(curves) + "\n").encode())
+    for name, content in more.items():
+        if content:
+            write_atomic(folder / name, (json.dumps(content) + "\n").encode())
     write_summary(folder, summary)

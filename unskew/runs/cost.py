@@ -188,7 +188,7 @@ def seconds_of_run(
         The seconds, and whether the measurement was completed; if not, the seconds are a lower bound.
     """
     plain = {"engine": "inline", "diagnose": (), "trackers": (), "early_stopping": None, "keep": "last"}
-    config_here = config.model_copy(update={**plain, "save_samples": False, "start_from": None})
+    config_here = config.model_copy(update={**plain, "save_samples": False, "coefficients": False, "start_from": None})
     original = apply_task_options(federation, config.loss, config.class_weights)
     run = resolve_run(config_here, original, model, method)
     prepared = PreparedData(original, config_here.training)

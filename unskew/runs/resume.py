@@ -28,7 +28,7 @@ from unskew.simulation.server import Server
 
 RESUMABLE = (
     *("rounds", "engine", "workers", "clients_per_group", "graphs", "ray", "stall_warning_seconds", "device"),
-    *("trackers", "checkpoint_every", "target", "save_samples", "base_run"),
+    *("trackers", "checkpoint_every", "target", "save_samples", "coefficients", "base_run"),
 )
 """Fields that may change when a run is resumed: they change its length or execution, but not its results per round."""
 

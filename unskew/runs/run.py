@@ -176,6 +176,8 @@ def _execute(
     trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
     if config.save_samples and folder is None:
         raise ConfigError("save_samples writes images to the run folder. Pass a run folder as out.")
+    if config.coefficients and folder is None:
+        raise ConfigError("coefficients are written to the run folder. Pass a run folder as out.")
     original = load_federation_for(config, callbacks) if federation is None else federation
     if federation is not None and config.unseen and not federation.unseen:
         original = split_federation(federation, config.unseen, config.seed)
@@ -241,8 +243,8 @@ def resume(
         trust_code: Whether a custom model or method that the folder's ``config.yaml`` names may be imported, which runs
             its code.
         **changes: New values for ``rounds``, ``engine``, ``workers``, ``clients_per_group``, ``graphs``,
-            ``stall_warning_seconds``, ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples`` or
-            ``base_run``; and, if the data were moved, for ``data_path``, or ``data`` with another path.
+            ``stall_warning_seconds``, ``device``, ``trackers``, ``checkpoint_every``, ``target``, ``save_samples``,
+            ``coefficients`` or ``base_run``; and, if the data were moved, for ``data_path``, or ``data`` with another path.
 
     Raises:
         CheckpointError: If there is nothing to resume, the configuration differs, or all checkpoints are corrupted.

@@ -16,6 +16,8 @@ from unskew.records.recorder import write_about
 from unskew.records.result import Result
 from unskew.runs.artifacts import write_artifacts
 from unskew.runs.assembly import RunParts
+from unskew.runs.coefficients import NAME as COEFFICIENTS
+from unskew.runs.coefficients import compute_coefficients
 from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
 from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
@@ -102,6 +104,9 @@ class Session:
             self.best.take()
             closing = self._close(engine)
             client_scores, clients = self.clients.score(engine)
+            coefficients, omitted = (
+                compute_coefficients(parts, self.clients.exchange()) if config.coefficients else ({}, {})
+            )
             if parts.network.clock is not None:
                 client_scores["seconds_simulated"] = parts.network.clock.now
                 closing |= {"seconds_simulated": parts.network.clock.now} if closing else {}
@@ -119,16 +124,15 @@ class Session:
         finally:
             engine.close()
             self.recorder.close()
-        client_scores |= self.stopping.summary() | final_results.fields | best
+        client_scores |= self.stopping.summary() | final_results.fields | best | omitted
         who = () if attackers is None else attackers.clients
         summary = summarize(
             config, parts.prepared, self.server, self.recorder, client_scores, choice, parts.metrics, who, closing
         )
         if parts.folder is not None:
             self.recorder.check_folder()
-            write_artifacts(
-                parts.folder, config, self.evaluator.federation, self.server, clients, summary, final_results.curves
-            )
+            more = {"curves.json": final_results.curves, COEFFICIENTS: coefficients}
+            write_artifacts(parts.folder, config, self.evaluator.federation, self.server, clients, summary, more)
             (parts.folder / KEY_FILE).unlink(missing_ok=True)
         for store in (self.server.clients.store, self.server.clients.cache, parts.network.store):
             store.close()
@@ -172,7 +176,7 @@ class Session:
         if parts.folder is not None:
             write_atomic(parts.folder / "config.yaml", parts.config.to_yaml().encode())
             write_about(parts.folder, parts.setup.device, counted_class_names(self.evaluator.federation))
-            for name in ("summary.json", "clients.jsonl", "curves.json"):
+            for name in ("summary.json", "clients.jsonl", "curves.json", COEFFICIENTS):
                 (parts.folder / name).unlink(missing_ok=True)
             make_folder(parts.folder / "checkpoints")
             checkpoint.drop_old_checkpoints(parts.folder / "checkpoints", after=start)

@@ -23,6 +23,8 @@ from unskew.simulation import personal_models
 from unskew.simulation.client_scores import ClientScores
 from unskew.simulation.evaluate import Evaluator, Models
 from unskew.simulation.personal_models import Served
+from unskew.sums.base import ClientRows
+from unskew.sums.exchange import Exchange, SimulatedExchange
 
 
 class SwitchingEngine:
@@ -89,6 +91,11 @@ class SimulatedClients:
         if start == 0:
             return create(poisoned), choice
         return SwitchingEngine(create(parts.setup), partial(create, poisoned, again=True), start), choice
+
+    def exchange(self) -> Exchange:
+        """Return an exchange of sums over the training rows of all clients."""
+        clients = self.parts.evaluator.federation.clients
+        return SimulatedExchange(lambda: (ClientRows(x=client.x, y=client.y) for client in clients))
 
     def evaluates(self, t: int) -> bool:
         """Return whether the model is evaluated after round ``t``."""

@@ -23,6 +23,7 @@ from unskew.protocol.requirements import NEEDS
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
+from unskew.runs.coefficients import check_coefficients
 from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
@@ -66,6 +67,8 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
                 "secure_aggregation=required lets it see only sums. List the values in the experiment (categories: "
                 f"{{{coded[0]}: [a, b]}}), exclude the column (--exclude {coded[0]}), or turn secure aggregation off."
             )
+    if config.coefficients:
+        check_coefficients(config, federation, model is None)
     run = PreRunContext(
         federation=federation,
         build=partial(initial_spec, config, federation, model, method),

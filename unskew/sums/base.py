@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
+from unskew.json_models import JsonModel
 
 Sums = dict[str, Tensor]
 Value = TypeVar("Value")
@@ -133,13 +134,33 @@ class ClientRows:
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
 
+    @property
+    def num_rows(self) -> int:
+        """Number of rows; 0 if none of the arrays with one entry per row is known."""
+        return max(len(self.numbers), len(self.targets), 0 if self.y is None else len(self.y))
+
+
+class Arguments(JsonModel):
+    """Arguments of a kind, which a site validates before it replies with a statistic that its administrator allows.
+
+    Two requests for the same statistic must have equal arguments after validation, because a repeated request gets the stored
+    reply. No argument may select rows.
+    """
+
 
 class SumKind:
-    """Interface of a kind of sum."""
+    """Interface of a kind of sum.
+
+    A kind with a ``permission`` also declares ``arguments`` and ``constants``: a site rejects all others.
+    """
 
     name: ClassVar[str]
     permission: ClassVar[str] = ""
     """Entry of ``statistics.allow`` in ``site.yaml`` that the kind needs; empty if the experiment itself needs it."""
+    arguments: ClassVar[type[Arguments]] = Arguments
+    """Model of ``SumRequest.args``."""
+    constants: ClassVar[tuple[str, ...]] = ()
+    """Names of ``SumRequest.tensors``."""
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands: int64 for counts, float64 for sums.
@@ -160,6 +181,28 @@ class SumKind:
     def cells(self, request: SumRequest) -> tuple[str, ...]:
         """Return the names of the tensors that count rows, so that small ones could reveal single rows."""
         return ()
+
+    def disjoint(self, rows: ClientRows) -> bool:
+        """Return whether each row is counted in at most one cell of a tensor of ``cells``, or one group of ``group_sizes``.
+
+        A single hidden cell then follows from the number of rows, and noise in all cells costs epsilon once.
+        """
+        return False
+
+    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+        """Return the grid on which a request counts the values of a column, by the name of the column.
+
+        A site replies for one grid per column: two overlapping ones would reveal finer cells.
+        """
+        return {}
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of rows in each group, ``[G]``, by the name of a tensor ``[G, ...]`` of sums over the groups.
+
+        A site sends 0 for small groups. A tensor whose entries depend on all groups, such as an entropy, has the size of the
+        smallest group for each of its entries.
+        """
+        return {}
 
     def describe(self, request: SumRequest) -> str:
         """Describe, for the administrator of a site, what is sent."""

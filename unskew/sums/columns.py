@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import numpy as np
 import torch
+from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from unskew.errors import DataError, abbreviate
-from unskew.sums.base import FREE, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import FREE, Arguments, ClientRows, SumKind, SumRequest, Sums
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
@@ -62,6 +64,33 @@ def listing(request: SumRequest) -> str:
 def as_tensor(*parts: np.ndarray) -> Tensor:
     """Return arrays one after the other as one tensor; dtypes stay the same."""
     return torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0]))
+
+
+def increasing_range(ends: tuple[float, float]) -> tuple[float, float]:
+    """Validate that a range is not empty, and return its ends with 0.0 for -0.0 (raises ``ValueError`` otherwise)."""
+    if ends[0] >= ends[1]:
+        raise ValueError("the end of a range must be greater than its start")
+    return ends[0] + 0.0, ends[1] + 0.0
+
+
+class ColumnArguments(Arguments):
+    """Names of columns and targets."""
+
+    columns: tuple[str, ...] = ()
+    targets: tuple[str, ...] = ()
+
+
+class ClassArguments(Arguments):
+    """Number of classes."""
+
+    classes: Annotated[int, Field(ge=1)]
+
+
+class RangeArguments(Arguments):
+    """Column and ends of a range."""
+
+    column: str
+    range: Annotated[tuple[float, float], AfterValidator(increasing_range)]
 
 
 class Moments(SumKind):
@@ -122,6 +151,11 @@ class ColumnMoments(Moments):
 
     name = "column_moments"
     permission = "moments"
+    arguments = ColumnArguments
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of rows in each group."""
+        return {"sums": self.compute(rows, request)["counts"]}
 
 
 class ColumnSquares(Squares):
@@ -129,6 +163,12 @@ class ColumnSquares(Squares):
 
     name = "column_squares"
     permission = "moments"
+    arguments = ColumnArguments
+    constants = ("mean",)
+
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of rows in each group."""
+        return {"squares": Moments().compute(rows, request)["counts"]}
 
 
 class Categories(SumKind):
@@ -217,6 +257,11 @@ class ClassCounts(Classes):
 
     name = "class_counts"
     permission = "counts"
+    arguments = ClassArguments
+
+    def disjoint(self, rows: ClientRows) -> bool:
+        """Return whether each row is counted in at most one cell."""
+        return rows.y is None or rows.y.dim() == 1
 
 
 class Missing(SumKind):
@@ -224,6 +269,7 @@ class Missing(SumKind):
 
     name = "missing"
     permission = "missing"
+    arguments = ColumnArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -249,6 +295,16 @@ class Histogram(SumKind):
 
     name = "histogram"
     permission = "histograms"
+    arguments = RangeArguments
+
+    def disjoint(self, rows: ClientRows) -> bool:
+        """Return whether each row is counted in at most one cell."""
+        return True
+
+    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+        """Return the grid of each column."""
+        low, high = request.args["range"]
+        return {request.args["column"]: (low, high, CELLS)}
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""

@@ -70,7 +70,6 @@ class CrossProducts(SumKind):
     """Products of covariates with each other and with the columns, centered within each client."""
 
     name = "cross_products"
-    permission = "harmonization"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -92,7 +91,6 @@ class Residuals(SumKind):
     """Rows, sums of the residuals of a regression, and of their squared deviations from the client's mean residuals."""
 
     name = "residuals"
-    permission = "harmonization"
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""

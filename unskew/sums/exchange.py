@@ -22,6 +22,11 @@ class Exchange(Protocol):
 
     traffic: np.ndarray
 
+    @property
+    def clients(self) -> Sequence[int]:
+        """Clients that take part, in order."""
+        ...
+
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
         """Return the sums over all clients for each request.
 
@@ -67,12 +72,17 @@ class SimulatedExchange:
     """Exchange in a simulation: each client's summands are computed here, one client at a time.
 
     Attributes:
-        clients: Returns the rows of each client, in order.
+        rows: Returns the rows of each client, in order.
         traffic: Bytes that each client sent and received, ``[K, 2]``.
     """
 
-    clients: Callable[[], Iterable[ClientRows]]
+    rows: Callable[[], Iterable[ClientRows]]
     traffic: np.ndarray = field(default_factory=lambda: np.zeros((0, 2), np.int64))
+
+    @property
+    def clients(self) -> Sequence[int]:
+        """Clients that take part, in order; none before the first call."""
+        return range(len(self.traffic))
 
     def __call__(self, requests: Sequence[SumRequest]) -> list[Sums]:
         """Return the sums over all clients for each request."""
@@ -80,8 +90,8 @@ class SimulatedExchange:
         sent: list[tuple[int, int]] = []
 
         def replies() -> Iterable[list[Sums]]:
-            for rows in self.clients():
-                own = own_sums(rows, requests)
+            for client in self.rows():
+                own = own_sums(client, requests)
                 sent.append((sum(map(num_bytes, own)), asked))
                 yield own
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, cross_products
+from unskew.sums import columns, cross_products, fisher, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -19,5 +19,14 @@ SUMS: dict[str, SumKind] = {
         columns.Histogram(),
         cross_products.CrossProducts(),
         cross_products.Residuals(),
+        fisher.Fisher(),
+        skew.SiteScalars(),
+        skew.ClassMeans(),
+        skew.ClassScatter(),
+        skew.Gradient(),
+        skew.LabelProducts(),
+        skew.LabelScatter(),
     )
 }
+PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+"""Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

@@ -247,7 +247,8 @@ def make_trial(plan: TuningPlan, name: str, trial: Trial, followers: Sequence[Ca
     folder, rounds = trial.folder, plan.config.rounds
     judge = TrialReporter(trial, rounds, plan.objective.name)
     try:
-        config = plan.of(name, params).model_copy(update={"target": None, "trackers": (), "save_samples": False})
+        plain = {"target": None, "trackers": (), "save_samples": False, "coefficients": False}
+        config = plan.of(name, params).model_copy(update=plain)
         if config.early_stopping is None:  # evaluate on held-out samples without ever stopping
             config = config.model_copy(update={"early_stopping": rounds})
         if folder is not None and finished_rounds(folder) == rounds:  # finished, but the result was not stored

@@ -17,10 +17,10 @@ from support.sites import TINY, LoopPlace, crossed, deployed
 import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
+from unskew.deployment.common.audit_log import read_events
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.flower.project_files import init_project
 from unskew.deployment.secagg.fixed_point import SumPart, dequantize, is_in_range, quantize, step_size
-from unskew.deployment.server.audit_log import read_events
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.run import run

@@ -18,11 +18,11 @@ from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.loader import experiment
+from unskew.deployment.common.audit_log import AuditLog, read_events
 from unskew.deployment.flower import cli as flower_cli
 from unskew.deployment.flower.cli import SuperLink
 from unskew.deployment.flower.subprocesses import ManagedProcess
 from unskew.deployment.server import connection, joining, round_requests
-from unskew.deployment.server.audit_log import AuditLog, read_events
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.control import send_command, socket_path
 from unskew.deployment.server.run import resume, run

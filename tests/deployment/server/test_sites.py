@@ -401,6 +401,7 @@ def test_sites_that_do_not_come_are_named(tmp_path):
         ({"network": {"uplink": "5MB/s"}}, "slow clients"),
         ({"diagnose": ["consensus"]}, "diagnose=consensus"),
         ({"save_samples": True}, "save_samples"),
+        ({"coefficients": True, "model": "logistic"}, "coefficients are computed only in simulations"),
         ({"method": "fedssyn:data=local,generator=vae-small"}, "is only for simulations"),
     ],
 )

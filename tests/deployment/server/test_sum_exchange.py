@@ -11,7 +11,7 @@ from unskew.deployment.server.config import RoundPolicy
 from unskew.deployment.server.connection import SiteConnection
 from unskew.deployment.server.masked_sum import MaskedSum
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.server.sum_exchange import SiteExchange
+from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes
 from unskew.deployment.site.ledger import SumsLedger
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import EngineError
@@ -23,7 +23,7 @@ RUNS = ("0123456789abcdef", "fedcba9876543210")
 
 def exchange_over(folder, clients, masked=True, run=RUNS[0], place=None):
     """An exchange over some of four sites, as a server opens it, and where they are."""
-    values = {**TINY, "clients": 4, "secure_aggregation": "required" if masked else "off"}
+    values = {**TINY, "clients": 4, "class_weights": "balanced", "secure_aggregation": "required" if masked else "off"}
     place, config = place or LoopPlace(folder, values), experiment(values)
     federation = load_federation_for(config, ())
     header = {"digest": experiment_digest(config), **DataSchema.of(federation).config()}
@@ -31,7 +31,7 @@ def exchange_over(folder, clients, masked=True, run=RUNS[0], place=None):
     for client in clients:
         sites.admit(client, 100 + client, f"site-{client}", "", "")
     frames = {k: Frame("client_info", {"num_samples": federation.num_samples(k)}) for k in clients}
-    return SiteExchange(sites, frames, masked, place.roster()), place, federation
+    return SiteExchange(sites, reported_sizes(frames), masked, place.roster()), place, federation
 
 
 CLASSES = [SumRequest("classes", {"classes": 10})]

@@ -1,6 +1,7 @@
 """Noise at real sites: the same numbers as in a simulation, and nothing else that depends on a site's data leaves it."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,18 @@ from support.site_faults import with_patience
 from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
+from unskew.config.loader import experiment
 from unskew.deployment.server.config import Deployment
-from unskew.deployment.site.check import check_site
+from unskew.deployment.site.check import check_site, statistics_findings
+from unskew.deployment.site.config import SiteConfig
+from unskew.deployment.site.data import load_site_data
 from unskew.deployment.wire.frames import Frame
 from unskew.engines import optimizers
 from unskew.errors import ConfigError
 from unskew.methods import dp_sites
 from unskew.seeding import numpy_generator
+from unskew.sums.base import Arguments, SumKind
+from unskew.sums.registry import SUMS
 
 PRIVATE = {
     "method": "dp:noise=0.01,clip=0.1,adaptive=false,noise_at=sites,honest=3",
@@ -206,3 +212,44 @@ def test_the_check_of_a_site_lists_what_it_sends(tmp_path):
     assert ("privacy", "noise at the sites: protects this site if 3 sites of every sum add theirs (honest)") in findings
     assert ("sent each round", "upload/dp/0: int32 650, 2,600 bytes") in findings
     assert not any("delta" in text or "loss" in text for what, text in findings if what.startswith("sent"))
+
+
+class Unknown(SumKind):
+    """Number of samples that the server asks about."""
+
+    name, permission = "unknown", "features"
+
+    class arguments(Arguments):
+        classes: int
+        wish: str
+
+
+def test_the_check_of_a_site_says_what_each_allowed_statistic_sends(monkeypatch, tmp_path):
+    monkeypatch.setitem(SUMS, "unknown", Unknown())
+    table = "age,ward,outcome\n" + "".join(
+        f"{30 + k % 20},{'ab'[k % 2]},{'yes' if k % 3 else 'no'}\n" for k in range(60)
+    )
+    (tmp_path / "data.csv").write_text(table)
+    values = {"name": "a", "client": 0, "data": {"source": "table:data.csv", "label": "outcome"}}
+    agreed = experiment({**TINY, "categories": ["ward"], "missing": "mean"})
+    wanted = SimpleNamespace(ranges={"age": (0, 120)})
+
+    def lines(config, **rules):
+        site = SiteConfig.model_validate({**values, "statistics": rules})
+        found = statistics_findings(site, config, load_site_data(site, agreed, tmp_path))
+        return [finding.text for finding in found if finding.what == "statistics"]
+
+    assert lines(wanted) == ["none is allowed (statistics.allow in site.yaml)"]
+    assert lines(wanted, allow=["counts", "missing", "histograms", "moments"]) == [
+        "counts: number of samples of each of 2 classes",
+        "moments: for each of age: number of values and their sum",
+        "moments: for each of age: sum of squared deviations from the mean of all sites",
+        "missing: number of missing values of each of age, ward",
+        "histograms: number of values of age in 64 equal cells from 0 to 120, below and above",
+        "counts are exact; those below 10 are not sent, unless they are masked",
+    ]
+    assert lines(wanted, allow=["features"])[-2] == "features: Number of samples that the server asks about."
+    assert lines(agreed, allow=["histograms"], epsilon=0.5, total_epsilon=2, min_count=5, mask_small=True) == [
+        "histograms: none, because the experiment has no ranges",
+        "counts are sent with discrete Laplace noise of epsilon=0.5, until their sum reaches 2; those below 5 are not sent",
+    ]

@@ -46,6 +46,14 @@ MINE = {"name": "a", "client": 0}
         ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
         ({**MINE, "socket": "~nobody.at.all/s"}, "home folder of an unknown user"),
         ({**MINE, "superlink": "example.org"}, "write HOST:PORT"),
+        ({**MINE, "statistics": {"allow": ["count"]}}, "statistics.allow='count' is not valid: it must be 'counts'"),
+        (
+            {**MINE, "statistics": {"allow": ["moments"], "epsilon": 1}},
+            "remove moments from statistics.allow, or epsilon",
+        ),
+        ({**MINE, "statistics": {"total_epsilon": 1}}, "set statistics.epsilon, too"),
+        ({**MINE, "statistics": {"min_count": 0}}, "statistics.min_count=0 is not valid"),
+        ({**MINE, "evaluate": {"allow": ["all"]}}, "evaluate.allow='all' is not valid"),
         ({**MINE, "superlink": "example.org:99999"}, "write HOST:PORT"),
     ],
 )

@@ -21,6 +21,7 @@ from unskew.deployment.flower.subprocesses import ManagedProcess, ProcessGroup
 from unskew.deployment.secagg.roster import FILE, read_roster
 from unskew.errors import ConfigError, EngineError
 from unskew.filesystem import user_cache
+from unskew.sums.registry import PERMISSIONS
 
 STARTING = 120.0
 """Seconds within which the SuperLink must be listening."""
@@ -207,7 +208,9 @@ class LocalSuperLink(RemoteSuperLink):
         for number, config in enumerate(self.experiments):
             project_files.write_file(folder / "experiments" / f"{number}.yaml", config.to_yaml())
         socket_of = str(self.sockets / f"{client}.sock")
-        values = {"experiments": "experiments", "socket": socket_of}
+        # The server has the data of these sites itself, so that they send every statistic as it is.
+        statistics = {"allow": [*PERMISSIONS], "min_count": 1}
+        values = {"experiments": "experiments", "socket": socket_of, "statistics": statistics}
         project_files.write_file(folder / "site.yaml", project_files.site_yaml_values(name, client, **values))
         command = [sys.executable, "-P", "-m", "unskew", "deploy", "site", str(folder / "site.yaml")]
         self.family.add(ManagedProcess(f"the process of {name}", command, self.logs / f"{name}.log", flower_cli.QUIET))

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from unskew.deployment.server import round_requests
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.placeholder import placeholder_upload
 from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import read_metric, read_number
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import decode_update, encode_broadcast

@@ -20,7 +20,7 @@ from unskew.deployment.server.data_exchange import federation_of_sites, remote_c
 from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.server.sum_exchange import SiteExchange, with_remaining_sites
+from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes, with_remaining_sites
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.methods.dp_sites import site_noise
@@ -170,10 +170,10 @@ def agree_on_data_and_model(
     """
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
-        exchange = SiteExchange(sites, frames, config.secure_aggregation == "required", roster)
+        exchange = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
         known = with_remaining_sites(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
         reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
-        reference = replace(reference, counts_known=not exchange.masked)
+        reference = replace(reference, counts_known=callable(method.weights))
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         sites.connection.header = run_header(config, DataSchema.of(reference))
@@ -181,7 +181,7 @@ def agree_on_data_and_model(
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     counts = None
     if config.class_weights == "balanced" and not federation.counts_known:
-        asked = SiteExchange(sites, frames, True, roster)
+        asked = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
         counts = asked([SumRequest("classes", {"classes": federation.classes})])[0]["counts"].numpy()
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from unskew.deployment.secagg.fixed_point import SumPart
 from unskew.deployment.secagg.protocol import LEAST, min_sites
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_sum import (
     MaskedSum,
@@ -24,6 +23,7 @@ from unskew.deployment.server.masked_sum import (
     parse_parts,
     ready_site,
 )
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import LARGEST_NUMBER
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast

@@ -193,7 +193,10 @@ class PendingRequests:
             self.drop(client)
             sites.sites[client].replied(trained=kind == "train")
             try:
-                replies.append((client, self.take(client, connection.checked(frame, attempt))))
+                # A site may refuse a statistic; ``take`` decides what follows.
+                may_refuse = kind == "sums" and frame.kind == "refused"
+                reply = frame if may_refuse else connection.checked(frame, attempt)
+                replies.append((client, self.take(client, reply)))
             except EngineError:
                 raise
             except Exception as error:  # whatever a site replies, the run continues

@@ -10,12 +10,13 @@ import numpy as np
 
 from unskew.config.experiment import AT_CLIENTS, Experiment
 from unskew.deployment.server.async_engine import AsyncFlowerEngine
-from unskew.deployment.server.audit_log import arrays_digest
 from unskew.deployment.server.engine import FlowerEngine
 from unskew.deployment.server.masked_engine import MaskedEngine
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.sites import SiteManager
+from unskew.deployment.server.sum_exchange import SiteExchange
 from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.engines.auto_select import EngineChoice
 from unskew.engines.base import Engine
@@ -29,6 +30,7 @@ from unskew.simulation import personal_models
 from unskew.simulation.client_scores import ClientScores
 from unskew.simulation.evaluate import HELD_OUT, NOTHING, evaluated_clients
 from unskew.simulation.network import Network, age_metrics
+from unskew.sums.exchange import Exchange
 from unskew.tasks.primary_metric import WORST
 
 
@@ -118,6 +120,12 @@ class SiteClients(SimulatedClients):
         for client in [*server.clients.sent]:
             server.clients.drop_sent(client)  # these updates were pending when the run was interrupted
         return self.engine, EngineChoice("flower", 0)
+
+    def exchange(self) -> Exchange:
+        """Return an exchange of sums over the training rows of all sites."""
+        sizes = {k: self.parts.server.setup.federation_info.size(k) for k in sorted(self.sites.nodes)}
+        masked = self.parts.config.secure_aggregation == "required"
+        return SiteExchange(self.sites, sizes, masked, self.engine.roster)
 
     def sends_model(self, t: int) -> bool:
         """Return whether sites send their whole model in round ``t``: in the last one, if the result needs it."""

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from unskew.deployment.server.audit_log import AuditLog
+from unskew.deployment.common.audit_log import AuditLog
 from unskew.deployment.server.config import RoundPolicy
 from unskew.deployment.server.connection import SiteConnection
 from unskew.errors import ConfigError

@@ -9,6 +9,7 @@ import numpy as np
 
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import LEAST
+from unskew.deployment.secagg.roster import is_signed
 from unskew.deployment.server.data_exchange import MOST, request_all
 from unskew.deployment.server.masked_sum import (
     MaskedSum,
@@ -20,9 +21,9 @@ from unskew.deployment.server.masked_sum import (
     ready_site,
 )
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.fields import read_integer
+from unskew.deployment.wire.fields import LARGEST_NUMBER, read_integer, read_number
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import decode_sums, encode_requests
+from unskew.deployment.wire.sums import decode_hidden, decode_sums, encode_requests, requests_key, signed_reply
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, printable
 from unskew.errors import EngineError, UnskewError
 from unskew.sums.base import SumRequest, Sums
@@ -43,21 +44,22 @@ class SiteExchange:
 
     Args:
         sites: Connected sites.
-        frames: First report of each client that takes part.
+        num_samples: Number of training samples of each client that takes part, in order.
         masked: Whether the server may see only sums over all sites.
         roster: Public signing keys, by client, for masked sums.
 
     Attributes:
-        num_samples: Number of training samples of each client that takes part.
         traffic: Bytes that each client sent and received, ``[K, 2]``.
         replies: Summands of each client in the last exchange; empty under secure aggregation.
+        hidden: Positions of the counts that each client has not sent because they are small, likewise.
     """
 
-    def __init__(self, sites: SiteManager, frames: Mapping[int, Frame], masked: bool, roster: Mapping[int, Any]):
+    def __init__(self, sites: SiteManager, num_samples: Mapping[int, int], masked: bool, roster: Mapping[int, Any]):
         self.sites, self.masked, self.roster = sites, masked, roster
-        self.num_samples = {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
-        self.traffic = np.zeros((len(frames), 2), np.int64)
+        self.num_samples = dict(num_samples)
+        self.traffic = np.zeros((len(num_samples), 2), np.int64)
         self.replies: dict[int, list[Sums]] = {}
+        self.hidden: dict[int, list[dict[str, list[int]]]] = {}
 
     @property
     def clients(self) -> list[int]:
@@ -74,6 +76,8 @@ class SiteExchange:
             SiteLeftError: If a site was excluded because its reply is invalid; call again without it.
             EngineError: If a site does not allow a request, or too few sites reply.
         """
+        names = [request.kind for request in requests]
+        self.sites.log("statistics requested", kinds=names, requests=[request.digest for request in requests])
         sums = self._masked(requests) if self.masked else self._plain(requests)
         asked = sum(num_bytes(request.tensors) for request in requests)
         sent = [sums] * len(self.clients) if self.masked else [*self.replies.values()]
@@ -83,10 +87,20 @@ class SiteExchange:
     def _plain(self, requests: Sequence[SumRequest]) -> list[Sums]:
         def take(client: int, frame: Frame) -> list[Sums]:
             self._check_not_refused(client, frame, requests)
-            return decode_sums(frame, requests, self.num_samples[client])
+            proof = signed_reply(self.sites.run, key, frame)
+            if self.roster and not is_signed(self.roster, client, proof, frame.config.get("signature")):
+                raise InvalidMessageError("its sums are not signed by the key in the roster")
+            sums = decode_sums(frame, requests, self.num_samples[client])
+            hidden[client] = decode_hidden(frame, requests)
+            loss = read_number(frame.config, "epsilon", 0.0, LARGEST_NUMBER)
+            count = sum(len(some) for one in hidden[client] for some in one.values())
+            self.sites.log("statistics received", client, digest=proof[-1], hidden=count, epsilon=loss)
+            return sums
 
-        frame = encode_requests(requests)
+        frame, hidden = encode_requests(requests), dict[int, list[dict[str, list[int]]]]()
+        key = requests_key(str(self.sites.connection.header["digest"]), requests)
         self.replies = request_all(self.sites, dict.fromkeys(self.clients, frame), "sums", take)
+        self.hidden = dict(sorted(hidden.items()))
         if len(self.replies) < len(self.num_samples):
             self.num_samples = {k: self.num_samples[k] for k in self.replies}
             self.traffic = np.zeros((len(self.num_samples), 2), np.int64)
@@ -122,7 +136,11 @@ class SiteExchange:
                 raise EngineError(f"These sums were opened before over {error}, of which some are missing.") from error
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, requests=[request.digest for request in requests])
-            return exact_sums.decode(requests, opened.tensors["sums"].numpy())
+            sums = exact_sums.decode(requests, opened.tensors["sums"].numpy())
+            for request, found in zip(requests, sums, strict=True):
+                counts = SUMS[request.kind].cells(request)  # with noise, they may be negative
+                found |= {name: found[name].clamp(min=0) for name in counts}
+            return sums
         raise EngineError(
             f"The sums over all {len(self.clients)} sites could not be opened, because some do not reply or report wrong "
             "shares. Start the command again when they are back."
@@ -141,6 +159,15 @@ class SiteExchange:
         if self.masked or any(SUMS[request.kind].permission for request in requests):
             raise EngineError(reason)
         raise InvalidMessageError(reason)
+
+
+def reported_sizes(frames: Mapping[int, Frame]) -> dict[int, int]:
+    """Return the number of training samples of each client, as its site reported it first.
+
+    Args:
+        frames: First report of each client.
+    """
+    return {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
 
 
 def with_remaining_sites(exchange: SiteExchange, compute: Callable[[SiteExchange], Result]) -> Result:

@@ -17,10 +17,11 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
+from unskew.data.readers.column_roles import INPUT
 from unskew.deployment.common.agreement import SKEW, experiment_digest
 from unskew.deployment.common.data_schema import read_schema, reference_schema
 from unskew.deployment.site.config import SiteConfig, load_identity, load_site_config, read_experiments
-from unskew.deployment.site.data import load_site_data, own_split, schema_from_own_data
+from unskew.deployment.site.data import SiteData, load_site_data, own_split, schema_from_own_data
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
 from unskew.deployment.site.sums import describe_sums
@@ -36,6 +37,8 @@ from unskew.runs.round_plan import make_round_plan
 from unskew.simulation.server import Server
 from unskew.simulation.server_state import ServerSetup
 from unskew.simulation.server_trainer import ServerTrainer
+from unskew.sums.base import SumRequest
+from unskew.sums.registry import SUMS
 
 SOON = 30
 """Number of days before expiry from which a certificate is reported as a failure."""
@@ -112,6 +115,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         yield Finding("data", None, compared)
     for line in describe_sums(samples.rows(), config.category_values):
         yield Finding("sent once", None, line)
+    yield from statistics_findings(site, config, samples)
     work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
     request, response = first_round_messages(work)
@@ -147,6 +151,44 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         return
     reads = f", and {', '.join(readers)} requires it" if readers else f"; {config.method} requires only the sum"
     yield Finding("privacy", None, f"the server sees this site's individual update{reads}")
+
+
+def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData) -> Iterator[Finding]:
+    """Yield what each statistic that a site allows would send, and how it is protected.
+
+    Args:
+        site: Configuration of the site.
+        config: An experiment that it has agreed to.
+        samples: The site's samples for this experiment.
+    """
+    rules, source = site.statistics, samples.source
+    if not rules.allow:
+        yield Finding("statistics", None, "none is allowed (statistics.allow in site.yaml)")
+        return
+    inputs = [name for name, role in source.columns.items() if role.startswith(INPUT)]
+    encoded = {encoder.name for encoder in source.encoders if encoder.kind == "category"}
+    numbers = [name for name in inputs if name not in encoded]
+    ranges = getattr(config, "ranges", None) or {}
+    targets = list(source.class_names) if source.task == "regression" else []
+    for kind in (kind for kind in SUMS.values() if kind.permission in rules.allow):
+        columns = inputs if kind.permission == "missing" else numbers
+        known = {"columns": columns, "targets": targets, "classes": source.classes}
+        choices = [{"column": name, "range": ranges[name]} for name in numbers if name in ranges]
+        needed = {*kind.arguments.model_fields}
+        for args in choices if "range" in needed else [{}]:
+            values = {name: value for name, value in {**known, **args}.items() if name in needed}
+            # What only the server knows is not in the description.
+            own = {*values} == needed
+            text = kind.describe(SumRequest(kind.name, values)) if own else (kind.__doc__ or kind.name).split("\n")[0]
+            yield Finding("statistics", None, f"{kind.permission}: {text}")
+        if "range" in needed and not choices:
+            yield Finding("statistics", None, f"{kind.permission}: none, because the experiment has no ranges")
+    noise = "exact"
+    if rules.epsilon is not None:
+        noise = f"sent with discrete Laplace noise of epsilon={rules.epsilon:g}"
+        noise += "" if rules.total_epsilon is None else f", until their sum reaches {rules.total_epsilon:g}"
+    small = f"below {rules.min_count} are not sent" + ("" if rules.mask_small else ", unless they are masked")
+    yield Finding("statistics", None, f"counts are {noise}; those {small}")
 
 
 def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:

@@ -54,6 +54,46 @@ class OwnData(Section):
     """Columns that are not inputs."""
 
 
+class StatisticsRules(Section):
+    """Statistics that a site sends about its training samples; none by default. Training needs no entry here."""
+
+    allow: tuple[Literal["counts", "missing", "histograms", "moments", "features", "gradients", "survival"], ...] = ()
+    """``counts``, ``missing``, ``histograms``, ``moments``, ``features``, ``gradients`` or ``survival``. ``unskew deploy
+    check`` prints what each of them sends."""
+    min_count: Annotated[int, Field(ge=1)] = 10
+    """Smallest count that is sent: smaller ones are 0, and sums over smaller groups are not sent. If fewer rows of the data
+    have changed since an earlier reply, the site sends none. 1 switches these rules off."""
+    epsilon: Annotated[float, Field(ge=0.001, le=100)] | None = None
+    """Privacy loss of one count, for which discrete Laplace noise is added to it; no noise by default. ``moments``,
+    ``features`` and ``gradients`` are not counts and cannot be allowed with it."""
+    total_epsilon: Positive | None = None
+    """Sum of the privacy losses after which the site sends no new statistics; no limit by default."""
+    mask_small: bool = False
+    """True to apply ``min_count`` also to counts that secure aggregation masks."""
+
+    @pydantic.model_validator(mode="after")
+    def _check_noise(self) -> StatisticsRules:
+        exact = [name for name in ("moments", "features", "gradients") if name in self.allow]
+        if self.epsilon is not None and exact:
+            raise ValueError(
+                f"epsilon adds noise to counts only; remove {', '.join(exact)} from statistics.allow, or epsilon"
+            )
+        if self.epsilon is None and self.total_epsilon is not None:
+            raise ValueError("total_epsilon limits privacy losses, which need noise; set statistics.epsilon, too")
+        return self
+
+
+class EvaluationRules(Section):
+    """Models that a site evaluates on its held-out samples for ``unskew deploy evaluate``."""
+
+    allow: tuple[Literal["global", "local", "personal", "foreign"], ...] = ("global",)
+    """``global``, ``local``, ``personal``, and ``foreign`` for local models of other sites."""
+    share_local: bool = False
+    """True to send the local model to the server and the other sites."""
+    max_models: Annotated[int, Field(ge=0)] = 50
+    """Largest number of models per experiment."""
+
+
 def resolve_path(folder: Path, path: str) -> Path:
     """Return a path, resolved relative to ``folder`` unless it is absolute.
 
@@ -97,6 +137,10 @@ class SiteConfig(Section):
     """Folder of the site's state between rounds, with the record of its masked and private runs."""
     limits: SiteLimits = SiteLimits()
     """Limits on what the site accepts from a server."""
+    statistics: StatisticsRules = StatisticsRules()
+    """Statistics that the site sends."""
+    evaluate: EvaluationRules = EvaluationRules()
+    """Models that the site evaluates."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"

@@ -10,6 +10,7 @@ from unskew.deployment.common.data_schema import DataSchema, read_schema, refere
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, agreed_experiments
 from unskew.deployment.site.data import SiteData, load_site_data, own_split
+from unskew.deployment.site.row_hashes import RowValues, row_values
 from unskew.deployment.site.trainer import SiteTrainer
 from unskew.deployment.wire.tensor_codec import InvalidMessageError
 from unskew.errors import ConfigError, UnskewError
@@ -36,6 +37,7 @@ class SiteExperiments:
         self.noise = {digest: site_noise(method) for digest, method in methods.items()}
         self.limited = {digest: is_limited(self.configs[digest], method) for digest, method in methods.items()}
         self._samples: dict[str, SiteData] = {}
+        self._values: tuple[SiteData, RowValues] | None = None
         self._schemas: dict[str, DataSchema] = {}
         self._trainer: tuple[tuple[str, str], SiteTrainer] | None = None
 
@@ -72,6 +74,12 @@ class SiteExperiments:
         if samples is None or [(encoder.name, encoder.kind) for encoder in samples.source.encoders] != columns:
             samples = self._samples[digest] = load_site_data(self.site, config, self.folder, reference.columns)
         return samples
+
+    def row_values(self, digest: str) -> RowValues:
+        """Return the values of all rows of the loaded samples of an experiment, by column."""
+        if self._values is None or self._values[0] is not self._samples[digest]:
+            self._values = self._samples[digest], row_values(self._samples[digest])
+        return self._values[1]
 
     def _load_split(self, digest: str) -> DataSchema:
         """Load the site's part of an experiment's data, instead of that of another one, and return their schema."""

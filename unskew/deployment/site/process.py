@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import json
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,19 +19,19 @@ from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
+from unskew.deployment.site.policy import StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import masked_reply, plain_reply
+from unskew.deployment.site.sums import check_needed, masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import decode_requests
+from unskew.deployment.wire.sums import decode_requests, encode_sums, requests_key, signed_reply
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
 from unskew.engines.cpu import time_limit
 from unskew.errors import ConfigError, UnskewError
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, Workspace
 from unskew.sums.base import ClientRows
-from unskew.sums.exchange import own_sums
 from unskew.sums.registry import SUMS
 
 
@@ -59,6 +60,7 @@ class SiteProcess:
         self.experiments = SiteExperiments(self.config, self.folder, log)
         self.identity = load_identity(self.config, self.folder, self.experiments.configs.values())
         self.masks = SecAggClient(self.identity)
+        self.policy = StatisticsPolicy(self.config, self.folder, log)
 
     def answer(self, request: Frame) -> Frame:
         """Reply to a message; if this is not possible, reply with the reason."""
@@ -121,6 +123,7 @@ class SiteProcess:
         if request.kind == "sums":
             samples = self.experiments.samples(digest, work.reference)
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            rows = replace(rows, gradient=work.initial_gradient)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -191,7 +194,9 @@ class SiteProcess:
     def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, clients: int) -> Frame:
         """Reply with the summands of this site, or start to mask them."""
         run, requests = read_text(request.config, "run"), decode_requests(request)
-        masked = self.experiments.config(digest).secure_aggregation == "required"
+        experiment = self.experiments.config(digest)
+        masked = experiment.secure_aggregation == "required"
+        check_needed(requests, experiment)
         ledger = self.config.path("state", self.folder) / LEDGER
         if self.experiments.limited[digest]:
             DataLedger(ledger, run, self.config.max_runs).admit()
@@ -199,13 +204,15 @@ class SiteProcess:
             before = self.masks.again(run, read_text(request.config, "session"))
             if before is not None:
                 return before
-        refused = next((kind for kind in (SUMS[one.kind] for one in requests) if kind.permission), None)
-        if refused is not None:
-            raise ConfigError(f"The site {self.config.name} does not allow the statistic {refused.permission}.")
-        own = own_sums(rows, requests)
+        values = self.experiments.row_values(digest) if any(SUMS[one.kind].permission for one in requests) else {}
+        reply = self.policy.reply(digest, run, requests, rows, values, masked)
         if masked:
-            return masked_reply(request, requests, own, reference, self.masks, ledger, clients)
-        return plain_reply(own, self.config.client)
+            return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
+        hidden, frame = json.dumps(reply.hidden), encode_sums(reply.sums, client=self.config.client)
+        config = {**frame.config, "hidden": hidden, "epsilon": float(reply.epsilon)}
+        if self.identity is not None:
+            config["signature"] = self.identity.sign(signed_reply(run, requests_key(digest, requests), frame))
+        return Frame(frame.kind, config, {}, frame.arrays)
 
     def _with_site_info(self, request: Frame, report: Frame) -> Frame:
         """Add software versions, clock, node key, and a signature that proves the client number, to a report."""

@@ -7,6 +7,7 @@ import json
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
+from unskew.config.experiment import Experiment
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import min_sites
@@ -15,21 +16,28 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.wire.digests import BroadcastDigest
 from unskew.deployment.wire.fields import read_text
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.sums import encode_sums
+from unskew.deployment.wire.sums import requests_key
 from unskew.errors import ConfigError, abbreviate
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
 from unskew.sums.registry import SUMS
 
 
-def requests_key(experiment: str, requests: Sequence[SumRequest]) -> str:
-    """Return the digest of an experiment and of requests for sums.
+def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
+    """Validate that an experiment needs the sums that no permission of the site covers.
 
     Args:
-        experiment: Digest of the experiment.
         requests: Requests of one message.
+        config: Experiment that the site has agreed to.
+
+    Raises:
+        ConfigError: If it does not need one of them.
     """
-    return hashlib.sha256(json.dumps([experiment, [request.digest for request in requests]]).encode()).hexdigest()
+    needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
+    needed |= dict.fromkeys(("cross_products", "residuals"), config.harmonize.method != "none")
+    wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
+    if wrong is not None:
+        raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")
 
 
 def masked_reply(
@@ -68,16 +76,6 @@ def masked_reply(
     return masks.start(
         session, -1, summands, BroadcastDigest(signed, key, {}), opened, min_sites=min_sites(clients, None)
     )
-
-
-def plain_reply(own: Sequence[Sums], client: int) -> Frame:
-    """Return the summands of this site.
-
-    Args:
-        own: Summands for each request.
-        client: Client number of the site.
-    """
-    return encode_sums(own, client=client)
 
 
 def describe_sums(rows: ClientRows, agreed: Collection[str]) -> list[str]:

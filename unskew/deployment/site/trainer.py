@@ -28,6 +28,7 @@ from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_reco
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
+from unskew.measurements.gradient_probe import GradientProbe
 from unskew.methods.registry import method as method_of
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
@@ -102,6 +103,14 @@ class SiteTrainer:
         """Return the federation with other samples for this site."""
         return replace(self.original, clients=SingleClientView(data, self.total))
 
+    def initial_gradient(self) -> tuple[torch.Tensor, float]:
+        """Return the mean gradient of the training samples at the initial model, ``[d]``, and the variance of gradients."""
+        v, b = self.spec.flatten().to(self.device), self.spec.flatten_buffers().to(self.device)
+        with device_modes(self.device, self.config.precision):
+            probe = GradientProbe(self.spec, self.original.objective, self.original, v, b)
+            moments = probe.moments(self.data.x, self.data.y)
+        return moments.mean, moments.variance
+
     def class_counts(self) -> torch.Tensor:
         """Return the number of training samples of each class or label, ``[C]``; empty if there are none."""
         return self.count_classes(self.data)
@@ -114,8 +123,8 @@ class SiteTrainer:
 
     def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
-        masked = self.config.secure_aggregation == "required"  # the server may see only sums
-        counts = torch.zeros(0, dtype=torch.int64) if masked else self.count_classes(data)
+        needed = callable(self.method.weights)  # else the server learns class counts only from sums
+        counts = self.count_classes(data) if needed else torch.zeros(0, dtype=torch.int64)
         sizes = data.num_samples, len(data.y_test)
         if self.noise is not None:  # nothing that depends on the samples
             sizes = HIDDEN_SIZE, 0

@@ -20,6 +20,15 @@ PER_SITE = {"client", "weight", "counted", "accepted", "attempt", "session"}
 """Fields of a broadcast that may differ between the sites of a masked sum; each site checks its own."""
 
 
+def arrays_digest(arrays: dict[str, Blob]) -> str:
+    """Return the SHA-256 of arrays with their names, independent of their order."""
+    digest = hashlib.sha256()
+    for name in sorted(arrays):
+        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
+        digest.update(arrays[name].data)
+    return digest.hexdigest()
+
+
 @dataclass(frozen=True)
 class BroadcastDigest:
     """Digests of a broadcast under secure aggregation.

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
 
+from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import parse_json_field
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, check_records, decode_record, encode_record
@@ -15,6 +17,16 @@ from unskew.sums.registry import SUMS
 
 MOST = 1000
 """Maximum number of requests in one message."""
+
+
+def requests_key(experiment: str, requests: Sequence[SumRequest]) -> str:
+    """Return the digest of an experiment and of requests for sums.
+
+    Args:
+        experiment: Digest of the experiment.
+        requests: Requests of one message.
+    """
+    return hashlib.sha256(json.dumps([experiment, [request.digest for request in requests]]).encode()).hexdigest()
 
 
 def encode_requests(requests: Sequence[SumRequest], **config: Any) -> Frame:
@@ -85,6 +97,38 @@ def decode_sums(frame: Frame, requests: Sequence[SumRequest], num_samples: int) 
             kind.check(request, own)
         except DataError as error:
             raise InvalidMessageError(str(error)) from error
-        if any(bool((own[name] > num_samples).any()) for name in kind.cells(request)):
+        # A statistic that the site's administrator allows may have noise.
+        if not kind.permission and any(bool((own[name] > num_samples).any()) for name in kind.cells(request)):
             raise InvalidMessageError(f"it counts more rows than its {num_samples} samples in {kind.name}")
     return sums
+
+
+def decode_hidden(frame: Frame, requests: Sequence[SumRequest]) -> list[dict[str, list[int]]]:
+    """Return the positions of counts that a site has not sent because they are small, by tensor, for each request.
+
+    Args:
+        frame: Reply of the site.
+        requests: Requests that it answers.
+
+    Raises:
+        InvalidMessageError: If they cannot be read.
+    """
+    listed = parse_json_field(frame.config, "hidden")
+    try:
+        hidden = [{str(name): [int(at) for at in some] for name, some in one.items()} for one in listed]
+        if len(hidden) != len(requests):
+            raise ValueError
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InvalidMessageError("its list of hidden counts cannot be read") from error
+    return hidden
+
+
+def signed_reply(run: str, key: str, frame: Frame) -> list[str]:
+    """Return what a site signs of its reply: run, requests and content.
+
+    Args:
+        run: Identifier of the run.
+        key: Digest from ``requests_key``.
+        frame: The reply.
+    """
+    return ["sums", run, key, arrays_digest(frame.arrays)]

@@ -1,4 +1,4 @@
-"""Audit log of a deployed run: one JSON line per event, chained by SHA-256."""
+"""Audit logs of a deployed run and of a site: one JSON line per event, chained by SHA-256."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from unskew.deployment.wire.frames import Blob
 from unskew.errors import CheckpointError
 from unskew.filesystem import disk_errors, open_to_append, read_file
 
@@ -19,24 +18,16 @@ FIRST = "0" * 64
 """Value of ``previous`` in the first line."""
 
 
-def arrays_digest(arrays: dict[str, Blob]) -> str:
-    """Return the SHA-256 of arrays with their names, independent of their order."""
-    digest = hashlib.sha256()
-    for name in sorted(arrays):
-        digest.update(f"{name} {arrays[name].dtype} {arrays[name].shape}\n".encode())
-        digest.update(arrays[name].data)
-    return digest.hexdigest()
-
-
 class AuditLog:
-    """Appends events to ``audit.jsonl``. Several threads may use it.
+    """Appends events to a log. Several threads may use it.
 
     Args:
-        folder: The run folder. A line that a killed process left incomplete is removed.
+        folder: Folder of the log. A line that a killed process left incomplete is removed.
+        file: Name of the log.
     """
 
-    def __init__(self, folder: Path):
-        self.path = folder / FILE
+    def __init__(self, folder: Path, file: str = FILE):
+        self.path = folder / file
         self._lock = threading.Lock()
         self._last = FIRST
         with disk_errors(self.path):
@@ -47,18 +38,19 @@ class AuditLog:
         if complete_lines:
             self._last = hashlib.sha256(complete_lines.splitlines()[-1]).hexdigest()
 
-    def add(self, event: str, round: int, **fields: Any) -> None:
+    def add(self, event: str, round: int | None, **fields: Any) -> None:
         """Append one event; omit fields that are empty or None.
 
         Args:
             event: Name of the event.
-            round: Number of the round, from 0.
+            round: Number of the round, from 0; None if the event belongs to none.
             **fields: Further fields.
         """
-        known = {name: value for name, value in fields.items() if value not in (None, "")}
+        known = {"round": round, "event": event, **fields}
+        known = {name: value for name, value in known.items() if value not in (None, "")}
         with self._lock, disk_errors(self.path):
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-            entry = {"time": when, "round": round, "event": event, **known, "previous": self._last}
+            entry = {"time": when, **known, "previous": self._last}
             line = json.dumps(entry).encode()
             os.write(self._file, line + b"\n")
             self._last = hashlib.sha256(line).hexdigest()
