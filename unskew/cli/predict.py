@@ -20,7 +20,7 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, NewSite
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
 
@@ -40,6 +40,7 @@ def predict(
     sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
+    new_site: NewSite = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,7 +62,7 @@ def predict(
 
     with printed_warnings(), progress_while_waiting("predict"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
-        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)))
+        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)), new_site)
         kept_columns = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
     for unknown in read.unknown:

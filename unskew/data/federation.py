@@ -27,6 +27,7 @@ from unskew.data.from_arrays import (
     validate_class_names,
     validate_pair,
 )
+from unskew.data.harmonize import Harmonization
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
@@ -86,6 +87,7 @@ class Federation:
         encoders: Fitted encoder of each input of a table with mixed column types.
         stats_traffic: Bytes that each client sent and received for global statistics, ``[K, 2]``; None if there was no
             traffic.
+        harmonization: Harmonization of the columns of each site, which was applied to the inputs; None without it.
         missing: Number of missing values of each client in each column of ``encoders``, before they are replaced,
             ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
@@ -109,6 +111,7 @@ class Federation:
     trained_for: Task | None = None
     encoders: tuple[Encoder, ...] = field(default=(), compare=False)
     stats_traffic: np.ndarray | None = field(default=None, compare=False)
+    harmonization: Harmonization | None = field(default=None, compare=False)
     missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()

@@ -12,6 +12,7 @@ import torch
 from unskew.config_fields import validate_fields
 from unskew.data.federation import Federation
 from unskew.data.from_arrays import check_integer, num_training_samples
+from unskew.data.harmonized_source import check_harmonize, harmonizable, harmonized
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import make_partition
 from unskew.data.partitioned import PartitionedSource
@@ -22,7 +23,7 @@ from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
 from unskew.data.shift import with_shift
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import DataSpec, Split, TextSpec, parse_shift, parse_split
+from unskew.data.spec import DataSpec, Split, TextSpec, is_table, parse_shift, parse_split
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
@@ -71,6 +72,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     partitioned = load_partitioned(spec, seed)
     if spec.unseen:
         return split_partitioned(partitioned, spec.unseen)
+    partitioned = harmonized(partitioned)
     return partitioned.federation(partitioned.known())
 
 
@@ -81,6 +83,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         spec: Data specification.
         seed: Random seed of the run.
     """
+    check_harmonize(spec)
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
     check_classes(source.class_names or ("",) * source.classes, source.name, source.task)
@@ -142,6 +145,7 @@ def load_source_for(spec: DataSpec) -> Source:
         regression,
         split=split or (),
         sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
+        harmonized=is_table(spec.data) and spec.harmonize.method != "none",
     )
     if is_text(spec.data):
         if choice.mixed:
@@ -184,4 +188,4 @@ def load_source_for(spec: DataSpec) -> Source:
         raise ConfigError(
             f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."
         )
-    return source
+    return harmonizable(source, spec)

@@ -194,6 +194,24 @@ class TextSpec(Section):
     """Maximum number of tokens per text."""
 
 
+class HarmonizeSpec(Section):
+    """Harmonization of the columns of sites before training."""
+
+    method: Annotated[Literal["none", "combat"], Flag("Data", "harmonize")] = "none"
+    """``combat`` removes shifts and scales of the numeric columns of each site; requires ``natural:COLUMN``."""
+    columns: ColumnNames = ()
+    """Columns to harmonize; if empty, all numeric inputs that are no covariates."""
+    covariates: ColumnNames = ()
+    """Inputs whose effects on the columns are preserved, such as ``age,sex``."""
+    empirical_bayes: bool = True
+    """Shrink the parameters of a site to those of all columns."""
+    mean_only: bool = False
+    """Remove only shifts."""
+    confounded: Literal["error", "allow"] = "error"
+    """Data whose labels differ strongly between sites, from which a part of the label would be removed: raise an error, or
+    allow them."""
+
+
 def text_columns(text: object) -> Any:
     """Return the columns of the section ``text``, which may be written as the columns alone."""
     if isinstance(text, str | list | tuple):
@@ -260,6 +278,8 @@ class DataSpec(Section):
     """Folder with the files of that other data source."""
     text: TextSpec = TextSpec()
     """Columns and tokenizer of texts; a list of columns is accepted, too."""
+    harmonize: HarmonizeSpec = HarmonizeSpec()
+    """Harmonization of sites; ``combat`` alone is accepted, too."""
     reserve_test_samples: Annotated[int, Field(ge=0)] = 0
     """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
 
@@ -292,6 +312,11 @@ class DataSpec(Section):
             values["categories"] = [*values["categories"]]
         if isinstance(values.get("text"), str | list | tuple):
             values["text"] = {"columns": values["text"]}
+        harmonize = values.get("harmonize")
+        if isinstance(harmonize, str):
+            values["harmonize"] = {"method": harmonize}
+        elif isinstance(harmonize, dict) and harmonize:
+            values["harmonize"] = {"method": "combat", **harmonize}
         if isinstance(values.get("data"), str):
             values["data"] = as_text_source(values["data"], text_columns(values.get("text")))
         return values

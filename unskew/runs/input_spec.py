@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.data.csv_format import CsvConfig, csv_spec
 from unskew.data.federation import Federation
+from unskew.data.harmonize import Harmonization
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
@@ -80,6 +81,7 @@ class InputSpec(BaseModel):
         text: Columns with texts.
         tokenizer: Tokenizer of texts.
         block: Maximum length of a text in tokens.
+        harmonization: Harmonization of the columns of each site, before they are encoded; None without it.
         csv: Format of CSV files, for properties that are not detected automatically.
         label: Column of the labels.
         label_separator: Separator of several labels in the label column, or None.
@@ -100,6 +102,7 @@ class InputSpec(BaseModel):
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
+    harmonization: Harmonization | None = None
     csv: CsvConfig = CsvConfig()
     label: str | None = None
     label_separator: str | None = None
@@ -188,6 +191,7 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         text=(spec.text.columns or ("text",)) if texts else (),
         tokenizer=spec.text.tokenizer if texts else None,
         block=spec.text.block,
+        harmonization=federation.harmonization,
         csv=config.csv,
         label=config.label,
         label_separator=config.label_separator,

@@ -63,6 +63,11 @@ def export(
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
     opened = open_run(run, client, client_number, model, trust_code)
+    if opened.inputs.harmonization is not None:
+        raise ConfigError(
+            f"The inputs of {opened.folder} are harmonized for each site, which an exported model cannot do. Use unskew "
+            "predict."
+        )
     # A name may contain characters that file systems reject, or differ from another one only in case.
     whose = "" if opened.client is None else f"-client-{opened.client.number}"
     folder = parse_path(out) if out is not None else opened.folder / f"export-{format}{whose}"

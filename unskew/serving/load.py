@@ -35,35 +35,39 @@ from unskew.simulation.checkpoint import checkpoint_errors
 class ServedModel(Predictor):
     """Trained model that predicts for arrays and files."""
 
-    def predict_file(self, path: str | Path) -> list[Any]:
+    def predict_file(self, path: str | Path, new_site: bool = False) -> list[Any]:
         """Predict for the rows of a table, an image, or a folder of images.
 
         Categories that did not occur in training count as missing, with a warning.
 
         Args:
             path: File or folder.
+            new_site: Whether rows of sites without training rows are harmonized by their own rows.
 
         Raises:
             DataError: If the file cannot be read, lacks columns, or does not contain inputs of this model.
         """
-        rows = read_rows(Path(path), self.inputs)
+        rows = read_rows(Path(path), self.inputs, new_site)
         for unknown in rows.unknown:
             warnings.warn(str(unknown), stacklevel=2)
         return self.predict(rows.x)
 
-    def evaluate_file(self, path: str | Path, by: str | None = None, intervals: bool = True) -> list[dict[str, Any]]:
+    def evaluate_file(
+        self, path: str | Path, by: str | None = None, intervals: bool = True, new_site: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the metrics on the labeled rows of a file, overall and for each value of the column ``by``.
 
         Args:
             path: File with labeled rows.
             by: Column whose values form groups; None forms no groups.
             intervals: Whether to compute 95 % intervals.
+            new_site: Whether rows of sites without training rows are harmonized by their own rows.
 
         Raises:
             ConfigError: If the run does not name a label column, or ``by`` is used with images.
             DataError: If the file does not fit the model, or has other classes.
         """
-        rows = read_rows(Path(path), self.inputs)
+        rows = read_rows(Path(path), self.inputs, new_site)
         return evaluate_rows(self.outputs(rows.x), rows, self.inputs, Path(path), by, intervals)
 
 

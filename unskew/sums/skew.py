@@ -6,6 +6,7 @@ All are summands of one client, so the skew of a federation follows from two exc
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated
 
@@ -386,3 +387,19 @@ class LabelScatter(SumKind):
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return "squared distance of the mean targets from those of all sites, and from a linear model of the inputs"
+
+
+def label_distance_by_chance(shares: np.ndarray, inverse_root: float) -> float:
+    """Return the mean label distance if clients of these sizes drew their labels from the overall class frequencies.
+
+    By the normal approximation, a frequency of ``n`` draws deviates by ``sqrt(2 q (1 - q) / (pi n))`` on average.
+
+    Args:
+        shares: Class frequencies ``q [C]`` of all clients together.
+        inverse_root: Mean of ``n^-1/2`` over clients, where ``n`` is a client's number of labels.
+
+    >>> round(label_distance_by_chance(np.full(10, 0.1), 100**-0.5), 3)
+    0.12
+    """
+    spread = float(np.sqrt(shares * (1 - shares)).sum())
+    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * inverse_root)

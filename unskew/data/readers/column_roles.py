@@ -38,6 +38,7 @@ class ColumnSelection(NamedTuple):
             column absent in this table.
         split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
         sorts: Whether the values of the column ``divides`` are sorted, and are not names.
+        harmonized: Whether columns are harmonized before they are standardized.
     """
 
     features: tuple[str, ...] = ()
@@ -50,6 +51,7 @@ class ColumnSelection(NamedTuple):
     agreed: bool = False
     split: tuple[str | None, ...] = ()
     sorts: bool = False
+    harmonized: bool = False
 
     @property
     def mixed(self) -> bool:

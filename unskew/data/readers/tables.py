@@ -215,7 +215,8 @@ def source_from_tables(
         y = as_targets(values, f"{name}, {where}", task)
         check_targets(y, len(names), f"{name}, {where}")
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
-    fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
+    fits = choice.mixed or choice.harmonized or any(x.dtype == torch.float64 for x in xs)
+    fitted = encoders if fits else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
