@@ -97,6 +97,9 @@ class SiteConfig(Section):
     """Folder of the site's state between rounds, with the record of its masked and private runs."""
     limits: SiteLimits = SiteLimits()
     """Limits on what the site accepts from a server."""
+    checkpoint_minutes: Positive = 10.0
+    """Minutes of local training after which a checkpoint is stored in the folder of the state. After a restart, an
+    interrupted training continues from it."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"
