@@ -22,11 +22,12 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 	touch $@
 
 # Flower wants other versions: an environment of its own. All but PyTorch, which has a build for each kind of machine, is
-# installed by hash.
+# installed by hash. FLOWER=1.41.0 then replaces Flower by another supported version, with what it needs.
 .venv-deploy/installed: pyproject.toml requirements-deploy.txt
 	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-deploy.txt
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
+	test -z "$(FLOWER)" || .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "flwr==$(FLOWER)"
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 

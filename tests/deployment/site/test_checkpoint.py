@@ -137,7 +137,7 @@ def test_private_training_continues_and_leaves_no_checkpoint(cuts, steps, tmp_pa
     cuts |= {2, 5}
     _, place = interrupted(tmp_path, method="dpsgd:noise=1.0", rounds=1)
     assert place.link.cuts == 2
-    assert steps == [0, 1, 2] * 3
+    assert sorted(steps) == sorted([0, 1, 2] * 3)
     assert not list(tmp_path.rglob(FILE))
 
 
