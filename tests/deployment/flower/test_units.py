@@ -2,7 +2,6 @@
 
 import signal
 import subprocess
-from pathlib import Path
 
 from support.flower_processes import FLOWER, environment, processes_of, real
 from support.service_files import ONE, UNITS, Unit, installed
@@ -33,31 +32,27 @@ def test_the_commands_of_the_units_carry_out_a_run():
                 text = f"{text.partition('data:')[0]}data: split\nlimits:{text.partition('limits:')[2]}"
             (folder / file).write_text(text)
         running = []
+
+        def start(name):
+            unit = Unit(folder / UNITS[name])
+            variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1", **unit.environment}
+            with (folder / f"{name}.log").open("w") as log:
+                running.append(subprocess.Popen(unit.command, cwd=unit.folder, env=variables, stdout=log, stderr=log))
+
+        def deploy(*words):
+            done = subprocess.run(
+                [str(FLOWER / "unskew"), "deploy", *words], cwd=folder, env=environment(folder),
+                capture_output=True, text=True, check=False,
+            )  # fmt: skip
+            assert done.returncode == 0, (done.stdout, done.stderr)
+
         try:
-            for file in UNITS.values():
-                unit = Unit(folder / file)
-                variables = {"PATH": "/usr/bin:/bin", "HOME": str(folder), "OMP_NUM_THREADS": "1", **unit.environment}
-                log = (folder / f"{Path(file).stem}.log").open("w")
-                running.append(
-                    subprocess.Popen(
-                        unit.command, cwd=unit.folder, env=variables, stdout=log, stderr=log, start_new_session=True
-                    )
-                )
-            deploy = [str(FLOWER / "unskew"), "deploy"]
-            for command in (
-                ["register", "site/node.pub", "--superlink", address],
-                ["check", "site/site.yaml"],
-                ["run", "experiment.yaml", "--folder", ".", "--superlink", address, "--out", "runs/first"],
-            ):
-                done = subprocess.run(
-                    [*deploy, *command],
-                    cwd=folder,
-                    env=environment(folder),
-                    capture_output=True,
-                    text=True,
-                    check=False,
-                )
-                assert done.returncode == 0, (done.stdout, done.stderr)
+            start("superlink")
+            start("site")
+            deploy("register", "site/node.pub", "--superlink", address)
+            deploy("check", "site/site.yaml")
+            start("supernode")  # before the registration it would end, and systemd would start it again
+            deploy("run", "experiment.yaml", "--folder", ".", "--superlink", address, "--out", "runs/first")
         finally:
             for process in running:
                 process.send_signal(signal.SIGTERM)
