@@ -85,7 +85,7 @@ test-methods: .venv/installed  ## of the slow tests, all methods and composition
 	  tests/runs/test_parallel.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
 test-sites: .venv/installed .venv-deploy/installed  ## a deployed run with two SuperNodes over TLS, compared with the simulator
-	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py tests/deployment/flower/test_units.py
+	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py tests/deployment/flower/test_project_files_units.py
 
 check: .venv/installed audit  ## format, lint, types, audit, quick test suite
 	$(BIN)/ruff format --check .
