@@ -20,6 +20,7 @@ from unskew.data.readers.encoders import FittedEncoders, client_stats, fit_encod
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import fit_target_scaling
+from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
 
@@ -106,7 +107,7 @@ class PartitionedSource:
                 lambda mean: (squared_deviations(part, before, mean) for part in self._each(x)),
             )
             total = columns.traffic
-        if self.source.task == "regression":
+        if TASKS[self.source.task].standardized:
             y = self.train.y.numpy()
             targets, sent = fit_target_scaling(lambda: self._each(y), self.source.class_names)
             total = sent if total is None else total + sent
@@ -153,7 +154,7 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            text_groups=rows_per_value(self.parts, train, self.spec.partition) if source.task == "language" else None,
+            text_groups=rows_per_value(self.parts, train, self.spec.partition) if TASKS[source.task].tokens else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,

@@ -29,7 +29,7 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
     """
     task, sizes = federation.objective, federation.sizes.astype(float)
     effective = float(sizes.sum() ** 2 / np.square(sizes).sum())
-    if not task.labeled:
+    if "counts" not in task.provides:
         names = ("distance_mean", "distance_max", "distance_chance", "entropy_gap")
         return {**{f"label_{name}": None for name in names}, "effective_clients": effective, "effective_classes": None}
     counts = np.array([task.counts(federation.clients[k].y, federation.classes).tolist() for k in ids], float)

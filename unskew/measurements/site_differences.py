@@ -15,7 +15,6 @@ from unskew.data.clients import ArrayClients
 from unskew.data.federation import Federation
 from unskew.data.readers.column_roles import INPUT, LABEL
 from unskew.data.readers.encoders import category_counts
-from unskew.tasks.regression import Regression
 
 MANY = 10_000
 """Maximum number of clients that are all listed; with more, only the measured ones are."""
@@ -69,7 +68,8 @@ def site_differences(
     sums, squares = [], []  # of 1, the inputs and the targets
     for i, k in enumerate(ids):
         client = federation.clients[k]
-        t = _targets(federation, torch.cat([client.y, client.y_test]))
+        y = torch.cat([client.y, client.y_test])
+        t = federation.objective.distribution(y, federation.classes).numpy()
         x = np.zeros((len(t), 0)) if skipped else _inputs(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]
@@ -124,7 +124,7 @@ def _beyond_chance(between: float, scatter: float, variance: float, n: np.ndarra
 def _columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
     """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract."""
     shape, encoders = federation.shape, federation.encoders
-    if federation.task == "language" or federation.test[0].dtype == torch.int64:
+    if federation.objective.tokens or federation.test[0].dtype == torch.int64:
         return [], [WIDEST + 1], np.zeros(1)
     width = int(np.prod(shape))
     if encoders:
@@ -148,13 +148,6 @@ def _inputs(x: Tensor, counts: Sequence[int], center: np.ndarray) -> np.ndarray:
         ],
         1,
     ).numpy()
-
-
-def _targets(federation: Federation, y: Tensor) -> np.ndarray:
-    """Return the targets ``[n, C]``; classes as 0 and 1. There are none for language models."""
-    if federation.task == "classification":
-        return F.one_hot(y.long(), federation.classes).double().numpy()
-    return y.double().numpy() if federation.task != "language" else np.zeros((len(y), 0))
 
 
 def _input_shifts(
@@ -191,15 +184,16 @@ def _outcomes(
     task, names = federation.objective, federation.names
     pooled = n @ mean / n.sum()
     title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
-    if federation.task == "language":
+    if not len(pooled):
         return [{} for _ in range(len(n) + 1)], {}
-    if isinstance(task, Regression):
+    if "counts" not in task.provides:
         means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])
         stds = np.sqrt((scatter / np.append(n, n.sum())[:, None].clip(1) - means**2).clip(0))
-        unit, origin = task.std[0], task.mean[0]
+        unit = task.std[0] if task.std else 1.0
+        in_units = task.truth(torch.from_numpy(means)).reshape(len(means), -1)[:, 0].tolist()
         outcomes: list[dict[str, Any]] = [
-            {"outcome": names[0], "mean": float(m * unit + origin), "std": float(std * unit)}
-            for m, std in zip(means[:, 0], stds[:, 0], strict=True)
+            {"outcome": names[0], "mean": m, "std": float(std * unit)}
+            for m, std in zip(in_units, stds[:, 0], strict=True)
         ]
         with np.errstate(divide="ignore", invalid="ignore"):
             return outcomes, dict(zip(names, ((mean - pooled) / stds[-1]).T, strict=True))
@@ -210,4 +204,4 @@ def _outcomes(
         {"outcome": f"{title} = {names[c]}", "share": float(share[c])}
         for c, share in zip(shown, (*mean, pooled), strict=True)
     ]
-    return outcomes, {title: np.abs(mean - pooled).sum(1) / (2 if federation.task == "classification" else len(pooled))}
+    return outcomes, {title: np.abs(mean - pooled).sum(1) / (2 if "one_class" in task.provides else len(pooled))}

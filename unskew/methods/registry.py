@@ -25,6 +25,7 @@ from unskew.option_parsing import (
     option_defaults,
     option_meanings,
 )
+from unskew.tasks.registry import tasks_with
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method, Rule
@@ -426,7 +427,8 @@ def describe_method(name: str) -> dict[str, Any]:
 
     cls = rule_class(name)
     try:
-        needs = "individual" if "individual" in cls().needs else "sum"
+        rule = cls()
+        needs = "individual" if "individual" in rule.needs else "sum"
         texts = {"summary": cls.summary, "paper": cls.paper}
     except (AttributeError, TypeError) as error:  # a plugin with options that have no defaults
         raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
@@ -435,7 +437,7 @@ def describe_method(name: str) -> dict[str, Any]:
         "slots": class_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
-        "tasks": list(cls.tasks),
+        "tasks": tasks_with(rule.needs),
         "delays": cls.supports_delays,
         "options": option_defaults(cls),
         "meanings": option_meanings(cls),

@@ -31,7 +31,7 @@ from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, decode_record, encode_record
 from unskew.errors import ConfigError, DataError
 from unskew.protocol.messages import Tensors
-from unskew.tasks.regression import Regression
+from unskew.tasks.registry import TASKS
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
@@ -114,7 +114,7 @@ def collect_global_stats(drawn: PartitionedSource, frames: Mapping[int, Frame], 
         ConfigError: If no site has a value in one of the columns.
         EngineError: If too few sites reply.
     """
-    known, regression = drawn.source.encoders, drawn.source.task == Regression.name
+    known, regression = drawn.source.encoders, TASKS[drawn.source.task].standardized
     targets = drawn.source.classes if regression else 0
     names = [*(known[j].name for j in numeric_columns(known)), *(drawn.source.class_names if regression else ())]
     width = len(names) - targets

@@ -56,7 +56,7 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
             f"its model has {printable(built)[:40]} parameters, not {parameters}; install the same versions everywhere"
         )
     task = federation.objective
-    counts = read_class_counts(frame, federation.classes if task.labeled else 0)
+    counts = read_class_counts(frame, federation.classes if "counts" in task.provides else 0)
     num_samples = read_integer(frame.config, "num_samples")
     x, y = federation.test
     return ClientData(

@@ -19,7 +19,7 @@ from unskew.deployment.wire.frames import Blob
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_record
 from unskew.errors import abbreviate
 from unskew.protocol.messages import Tensors
-from unskew.tasks.regression import Regression
+from unskew.tasks.registry import TASKS
 
 
 def site_sums(samples: SiteData) -> tuple[dict[str, Blob], str]:
@@ -56,7 +56,7 @@ def site_squares(samples: SiteData, mean: Tensor) -> dict[str, Blob]:
 def columns_and_targets(samples: SiteData) -> tuple[np.ndarray, np.ndarray]:
     """Return the training columns and targets of a site; each is an array of width 0 if the site has none."""
     rows, nothing = samples.train, np.zeros((len(samples.train), 0))
-    regression = samples.source.task == Regression.name
+    regression = TASKS[samples.source.task].standardized
     return rows.x.numpy() if samples.source.encoders else nothing, rows.y.numpy() if regression else nothing
 
 
@@ -69,7 +69,7 @@ def describe_sums(samples: SiteData) -> list[str]:
     """Describe, for the administrator of a site, the statistics that the site will send."""
     encoders, lines = samples.source.encoders, []
     names = [encoders[j].name for j in numeric_columns(encoders)]
-    names += list(samples.source.class_names) if samples.source.task == Regression.name else []
+    names += list(samples.source.class_names) if TASKS[samples.source.task].standardized else []
     if names:
         lines.append(
             f"for each of {', '.join(names)}: number of values, their sum, and the sum of squared deviations from the mean "
