@@ -31,10 +31,10 @@ from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
+from unskew.tasks.registry import TASKS, has_loss
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
-LOSSES = r"^(auto|mse|mae|huber(:[0-9.e+-]+)?)$"
 DEFAULT_EPOCHS = 5
 TRACKERS = ("tensorboard", "mlflow", "wandb")
 OWN_TOKENIZERS = {"text-mlp": "words"}
@@ -46,6 +46,14 @@ OF_ONE_ROUND = AT_CLIENTS[:-1]
 """Diagnostics that compare clients which started from the same model."""
 DIAGNOSES = (*AT_CLIENTS, "server")
 """Diagnostics that are available with every method; some methods provide more."""
+
+
+def known_loss(loss: str) -> str:
+    """Validate that ``loss`` is ``auto`` or a loss of a task (raises ``ValueError`` otherwise)."""
+    if loss != "auto" and not any(has_loss(task, loss) for task in TASKS.values()):
+        options = ["auto", *(option for task in TASKS.values() for option in task.loss_options)]
+        raise ValueError(f"it must be {', '.join(options[:-1])} or {options[-1]}")
+    return loss
 
 
 class Experiment(DataSpec):
@@ -95,7 +103,7 @@ class Experiment(DataSpec):
     """Learning-rate schedule: ``constant``, ``step:30,0.1``, ``cosine``, ``inverse:10,100``, ``warmup:5+cosine``."""
     lr_schedule_per: Literal["round", "step"] = "round"
     """Unit of the numbers in ``lr_schedule``: ``round``, or ``step`` for local steps."""
-    loss: Annotated[str, Field(pattern=LOSSES), TRAINING] = "auto"
+    loss: Annotated[str, AfterValidator(known_loss), TRAINING] = "auto"
     """Regression loss: ``mse`` (used for ``auto``), ``mae``, ``huber`` or ``huber:DELTA``."""
     class_weights: Annotated[Literal["balanced"] | tuple[Positive, ...] | None, TRAINING] = None
     """Class weights in the clients' loss: one per class, or ``balanced`` for weights from the global class counts."""
@@ -187,7 +195,7 @@ class Experiment(DataSpec):
             from unskew.engines.registry import available_devices
 
             return f"the devices of this machine are {', '.join(available_devices())}"
-        return "it must be auto, mse, mae, huber or huber:DELTA" if field == "loss" else None
+        return None
 
     @pydantic.field_validator("engine")
     @classmethod

@@ -13,6 +13,7 @@ from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError
 from unskew.expressions import parse_expression, parse_names, split_list, unquote
+from unskew.tasks.registry import TASKS
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
@@ -177,6 +178,13 @@ def _split_column_names(value: Any) -> Any:
     return parse_names(value) if several else value
 
 
+def known_task(task: str) -> str:
+    """Validate that ``task`` is ``auto`` or a task that must be named (raises ``ValueError`` otherwise)."""
+    if task not in (names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels)]):
+        raise ValueError(f"it must be {' or '.join(map(repr, names))}")
+    return task
+
+
 ColumnName = Annotated[str, AfterValidator(unquote)]
 """Name of one column."""
 ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
@@ -222,7 +230,7 @@ class DataSpec(Section):
     """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
-    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
+    task: Annotated[str, AfterValidator(known_task), DATA] = "auto"
     """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column."""

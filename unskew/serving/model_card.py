@@ -120,7 +120,9 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
 
 def hub_task(opened: OpenedRun) -> str:
     """Return the task name of the Hugging Face hub."""
-    return opened.inputs.objective.hub_name or PIPELINES[opened.inputs.kind]
+    task = opened.inputs.objective
+    numbers = "tabular-regression" if task.numeric_labels else PIPELINES[opened.inputs.kind]
+    return "text-generation" if task.tokens else numbers
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:

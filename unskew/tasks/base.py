@@ -47,17 +47,11 @@ class Task:
     output_kind: ClassVar[str] = "probabilities"
     """What ``outputs`` returns, as one word."""
 
-    hub_name: ClassVar[str | None] = None
-    """Name of the task on the Hugging Face hub; None if it depends on the inputs."""
-
     loss_options: ClassVar[tuple[str, ...]] = ()
-    """Values of the option ``loss`` besides ``auto``; ``NAME:NUMBER`` stands for the name with any number."""
+    """Values of the option ``loss`` besides ``auto``; ``huber:DELTA`` stands for the name with any number."""
 
     scored: ClassVar[str] = "accuracy"
     """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
-
-    tuned: ClassVar[str | None] = None
-    """Metric that judges the trials of tuning by default; None for the primary metric."""
 
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""

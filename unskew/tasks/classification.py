@@ -312,8 +312,6 @@ class LanguageModeling(Task):
 
     name: ClassVar[str] = "language"
     tokens: ClassVar[bool] = True
-    hub_name: ClassVar[str | None] = "text-generation"
-    tuned: ClassVar[str | None] = "loss"
     extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 

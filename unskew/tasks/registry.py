@@ -34,5 +34,4 @@ def has_loss(task: Task, loss: str) -> bool:
     >>> has_loss(TASKS["regression"], "huber:0.5"), has_loss(TASKS["regression"], "mae:0.5")
     (True, False)
     """
-    name, colon, _ = loss.partition(":")
-    return (f"{name}:NUMBER" if colon else name) in task.loss_options
+    return loss.partition(":")[:2] in [option.partition(":")[:2] for option in task.loss_options]

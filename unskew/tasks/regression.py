@@ -35,7 +35,6 @@ class Regression(Task):
         numeric_labels: Whether the labels of a table are columns of numbers.
         standardized: Whether targets are standardized.
         output_kind: What ``outputs`` returns.
-        hub_name: Name of the task on the Hugging Face hub.
         loss_options: Values of the option ``loss``.
         scored: Primary metric, R².
         extra_metrics: Names of the metrics in addition to loss and R².
@@ -51,8 +50,7 @@ class Regression(Task):
     numeric_labels: ClassVar[bool] = True
     standardized: ClassVar[bool] = True
     output_kind: ClassVar[str] = "numbers"
-    hub_name: ClassVar[str | None] = "tabular-regression"
-    loss_options: ClassVar[tuple[str, ...]] = ("mse", "mae", "huber", "huber:NUMBER")
+    loss_options: ClassVar[tuple[str, ...]] = ("mse", "mae", "huber", "huber:DELTA")
     scored: ClassVar[str] = "r2"
     extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")

@@ -96,9 +96,9 @@ class TuningPlan:
 
     @cached_property
     def objective(self) -> MetricInfo:
-        """Metric that judges trials; by default that of the task."""
-        if self.config.objective == AUTO and self.data.objective.tuned is not None:
-            return metric_info(self.data.objective.tuned)
+        """Metric that judges trials; by default the loss for language models, whose accuracy says little."""
+        if self.config.objective == AUTO and self.data.objective.tokens:
+            return metric_info("loss")
         return run_metrics(self.config, self.data).objective
 
     def value_of(self, history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], personal: bool) -> float:
