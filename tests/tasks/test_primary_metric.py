@@ -13,13 +13,13 @@ from support.pages import DOCS
 from support.running import Stop, StopAfter, assert_same_run, call
 from support.slow import as_slow
 from support.tolerance import near
-from unskew.runs.prediction_curves import classifier_curves
 
 import unskew
 from unskew.cli.comparison_tables import comparison_table
 from unskew.comparison.cost_to_target import target_costs
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import first_reaching
+from unskew.tasks.curves import classifier_curves
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import KNOWN_METRICS, metric_info
 

@@ -17,9 +17,9 @@ from unskew.tasks.metrics import MetricSet, Statistic, custom_metric_value
 PROVIDED = {
     "one_class": "one class per sample",
     "counts": "classes or labels that can be counted",
-    "vector": "one feature vector and one prediction per sample",
+    "vector": "one feature vector per sample",
 }
-"""What a task may provide of a sample, and a method may need, by name."""
+"""What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
 
 
 class Task:
