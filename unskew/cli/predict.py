@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -23,9 +23,6 @@ from unskew.cli.common import (
 from unskew.cli.flags import ClientName, ClientNumber
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
-
-if TYPE_CHECKING:
-    pass
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20

@@ -31,7 +31,6 @@ from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
 from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
-from unskew.tasks.registry import TASKS, has_loss
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -50,7 +49,11 @@ DIAGNOSES = (*AT_CLIENTS, "server")
 
 def known_loss(loss: str) -> str:
     """Validate that ``loss`` is ``auto`` or a loss of a task (raises ``ValueError`` otherwise)."""
-    if loss != "auto" and not any(has_loss(task, loss) for task in TASKS.values()):
+    if loss == "auto":
+        return loss
+    from unskew.tasks.registry import TASKS, has_loss
+
+    if not any(has_loss(task, loss) for task in TASKS.values()):
         options = ["auto", *(option for task in TASKS.values() for option in task.loss_options)]
         raise ValueError(f"it must be {', '.join(options[:-1])} or {options[-1]}")
     return loss

@@ -144,9 +144,7 @@ def load_source_for(spec: DataSpec) -> Source:
     )
     if is_text(spec.data):
         if choice.mixed:
-            raise ConfigError(
-                f"task={spec.task}, categories, dates and missing require a table, but {spec.data} contains texts."
-            )
+            raise ConfigError(f"task, categories, dates and missing require a table, but {spec.data} contains texts.")
         if spec.features or spec.exclude:
             raise ConfigError(f"features and exclude require a table, but {spec.data} contains texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.max_classes)

@@ -13,7 +13,6 @@ from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError
 from unskew.expressions import parse_expression, parse_names, split_list, unquote
-from unskew.tasks.registry import TASKS
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
@@ -180,6 +179,10 @@ def _split_column_names(value: Any) -> Any:
 
 def known_task(task: str) -> str:
     """Validate that ``task`` is ``auto`` or a task that must be named (raises ``ValueError`` otherwise)."""
+    if task == "auto":
+        return task
+    from unskew.tasks.registry import TASKS
+
     if task not in (names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels)]):
         raise ValueError(f"it must be {' or '.join(map(repr, names))}")
     return task

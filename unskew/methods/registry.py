@@ -25,7 +25,6 @@ from unskew.option_parsing import (
     option_defaults,
     option_meanings,
 )
-from unskew.tasks.registry import tasks_with
 
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method, Rule
@@ -424,6 +423,7 @@ def describe_method(name: str) -> dict[str, Any]:
         ConfigError: If there is no such method, or a plugin cannot be loaded.
     """
     from unskew.protocol.method import class_slots
+    from unskew.tasks.registry import tasks_with
 
     cls = rule_class(name)
     try:
