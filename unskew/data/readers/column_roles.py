@@ -11,7 +11,6 @@ from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import parse_names, quote
-from unskew.tasks.registry import TASKS
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
@@ -55,7 +54,11 @@ class ColumnSelection(NamedTuple):
     @property
     def numeric(self) -> bool:
         """Whether the label columns are numbers to predict."""
-        return self.task in TASKS and TASKS[self.task].numeric_labels
+        if self.task == "auto":
+            return False
+        from unskew.tasks.registry import TASKS
+
+        return TASKS[self.task].numeric_labels
 
     @property
     def mixed(self) -> bool:
