@@ -207,7 +207,7 @@ def confounding(training: PartitionedSource, allowed: bool) -> float:
     source, y = training.source, training.train.y
     labels = [y[rows] for rows in rows_of(training)]
     task = TASKS[source.task]
-    if task.labeled:
+    if "counts" in task.provides:
         counts = [np.array([task.counts(own, source.classes).tolist() for own in labels], float)]
     else:
         median = torch.cat(labels).median(0).values

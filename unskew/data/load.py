@@ -100,7 +100,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         train = train.rows(
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
         )
-    labels = train.y.numpy() if TASKS[source.task].labeled else None
+    labels = train.y.numpy() if "counts" in TASKS[source.task].provides else None
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
@@ -132,7 +132,6 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
 def load_source_for(spec: DataSpec) -> Source:
     """Load the data source, before it is partitioned."""
     path, label, text = spec.data_path, spec.label, spec.text
-    regression = spec.task == "regression"
     divides = partition_column(spec.partition)
     split = None if spec.split_by is None else parse_split(spec.split_by)
     choice = ColumnSelection(
@@ -142,16 +141,14 @@ def load_source_for(spec: DataSpec) -> Source:
         spec.categories,
         spec.dates,
         spec.missing,
-        regression,
+        spec.task,
         split=split or (),
         sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
         harmonized=is_table(spec.data) and spec.harmonize.method != "none",
     )
     if is_text(spec.data):
         if choice.mixed:
-            raise ConfigError(
-                f"task=regression, categories, dates and missing require a table, but {spec.data} contains texts."
-            )
+            raise ConfigError(f"task, categories, dates and missing require a table, but {spec.data} contains texts.")
         if spec.features or spec.exclude:
             raise ConfigError(f"features and exclude require a table, but {spec.data} contains texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.max_classes)

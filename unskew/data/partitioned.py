@@ -31,6 +31,7 @@ from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import task_with_moments
 from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
+from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
 
@@ -174,7 +175,7 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            text_groups=rows_per_value(self.parts, train, self.spec.partition) if source.task == "language" else None,
+            text_groups=rows_per_value(self.parts, train, self.spec.partition) if TASKS[source.task].tokens else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
@@ -186,7 +187,7 @@ class PartitionedSource:
 
 def target_names(source: Source) -> tuple[str, ...]:
     """Return the names of the targets of regression; empty for other tasks."""
-    if source.task != Regression.name:
+    if not TASKS[source.task].standardized:
         return ()
     return tuple(source.class_names) or tuple(str(t) for t in range(source.classes))
 

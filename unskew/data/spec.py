@@ -177,6 +177,17 @@ def _split_column_names(value: Any) -> Any:
     return parse_names(value) if several else value
 
 
+def known_task(task: str) -> str:
+    """Validate that ``task`` is ``auto`` or a task that must be named (raises ``ValueError`` otherwise)."""
+    if task == "auto":
+        return task
+    from unskew.tasks.registry import TASKS
+
+    if task not in (names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels)]):
+        raise ValueError(f"it must be {' or '.join(map(repr, names))}")
+    return task
+
+
 ColumnName = Annotated[str, AfterValidator(unquote)]
 """Name of one column."""
 ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
@@ -240,7 +251,7 @@ class DataSpec(Section):
     """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
-    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
+    task: Annotated[str, AfterValidator(known_task), DATA] = "auto"
     """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to

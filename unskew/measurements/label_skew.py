@@ -77,7 +77,7 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
         ids: Clients whose labels are compared; ``effective_clients`` uses the sizes of all.
     """
     task, sizes = federation.objective, federation.sizes
-    classes = federation.classes if task.labeled else 0
+    classes = federation.classes if "counts" in task.provides else 0
     targets = [federation.clients[k].y for k in ids] if classes else []
     counts = [task.counts(y, classes) for y in targets]
     rows = [ClientRows(y=y, class_counts=partial(counts.__getitem__, i)) for i, y in enumerate(targets)]

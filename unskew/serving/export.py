@@ -105,7 +105,7 @@ def save_pretrained(opened: OpenedRun, folder: Path) -> None:
             f"on {'texts' if opened.inputs.kind == 'tokens' else 'other data'}. Use onnx, torch or torchscript."
         )
     names = opened.inputs.names
-    if opened.inputs.task != "language":
+    if not opened.inputs.objective.tokens:
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
     opened.module.save(folder)  # type: ignore[operator]
     tokenizer: Any = getattr(make_tokenizer(str(opened.inputs.tokenizer)), "tokenizer", None)

@@ -79,7 +79,7 @@ def column_uses(inputs: InputSpec) -> ColumnUses:
         kinds[column.name] = kind_of_names(column.values) if column.kind == "category" else column.kind
     if inputs.harmonization is not None:
         kinds[inputs.harmonization.site] = kind_of_names([*inputs.harmonization.sites])
-    if inputs.label is not None and inputs.task != "regression" and inputs.label not in kinds:
+    if inputs.label is not None and not inputs.objective.numeric_labels and inputs.label not in kinds:
         kinds[inputs.label] = kind_of_names(inputs.class_names)
     forms = tuple((column.name, column.form) for column in inputs.columns if column.form)
     return ColumnUses(kinds=tuple(kinds.items()), forms=forms)

@@ -120,7 +120,7 @@ def load_predictor(
         ConfigError: If the model cannot be built from the folder, or the client is unknown or has no personal model.
     """
     opened = open_run(run, client, client_number, model, trust_code)
-    if opened.inputs.task == "language":
+    if opened.inputs.objective.tokens:
         raise ConfigError(
             f"{opened.folder} contains a language model, which does not predict classes. Use unskew export --format "
             "transformers to use it with transformers."
@@ -174,8 +174,7 @@ def empty_federation(inputs: InputSpec) -> Federation:
     """Create a federation without clients that has the shapes and number of classes of ``inputs``."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
     x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
-    several = (1, inputs.classes) if inputs.task in ("multilabel", "regression") else (1,)
     return Federation(
-        clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
+        clients=(), test=(x, torch.zeros(1, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
         normalization=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,
     )  # fmt: skip

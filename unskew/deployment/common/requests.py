@@ -64,15 +64,5 @@ REQUESTS: dict[str, RequestKind] = {
         "the same for a model that the site trains on its own samples alone; the model itself only with `share_local`",
         "nothing",
     ),
-    "score": RequestKind(
-        "`deploy evaluate`, if `evaluate.allow` permits the model",
-        "metrics of a model on the held-out samples with intervals, their number, and samples per class",
-        "only sums over all sites: cells of scores, confusion matrix and tallies (`sums`)",
-    ),
-    "local": RequestKind(
-        "`deploy evaluate`, if `evaluate.allow` permits `local`",
-        "metrics of a model that the site trains alone; with `evaluate.share_local` also that model",
-        "not possible",
-    ),
 }
 """Every kind of message that a site answers; it rejects all others."""
