@@ -111,6 +111,7 @@ def test_files_and_figures_of_a_run_are_described(tmp_path):
         "coefficients.png",
         "curves.json",
         "personal",
+        "evaluation.json",
         "privacy.key",
         "report.html",
         "samples",

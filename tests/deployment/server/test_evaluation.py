@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from support.running import call
 from support.sites import TINY, LoopPlace, deployed
-from unskew.deployment.server.audit_log import read_events
 
 import unskew
 from unskew.config.loader import experiment
 from unskew.data.load import load_partitioned
+from unskew.deployment.common.audit_log import read_events
 from unskew.deployment.flower.superlinks import RunLocation
 from unskew.deployment.server.evaluation import EvaluationPlan, evaluate_run
 from unskew.deployment.site.process import SiteProcess
