@@ -90,7 +90,12 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
 
 
 def effective_clients(total: float, squares: float) -> float:
-    """Return the effective number of clients from the sum of their sizes and the sum of the squares."""
+    """Return the effective number of clients, ``(sum n_k)^2 / sum n_k^2``; 0 without samples.
+
+    Args:
+        total: Sum of the sizes.
+        squares: Sum of their squares.
+    """
     return total**2 / squares if squares else 0.0
 
 

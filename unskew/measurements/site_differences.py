@@ -196,7 +196,12 @@ class LabelVariance(Statistic):
 
 
 def input_columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
-    """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract."""
+    """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract.
+
+    Args:
+        federation: Data of all clients; only the kind of the inputs is used.
+        features: Input columns in order, if the user chose them.
+    """
     shape, encoders = federation.shape, federation.encoders
     if federation.objective.tokens or federation.test[0].dtype == torch.int64:
         return [], [WIDEST + 1], np.zeros(1)

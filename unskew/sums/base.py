@@ -222,6 +222,10 @@ class SumKind:
 
         A site sends 0 for small groups. A tensor whose entries depend on all groups, such as an entropy, has the size of the
         smallest group for each of its entries.
+
+        Args:
+            rows: All training rows of the client.
+            request: Request of this kind.
         """
         return {}
 

@@ -129,6 +129,10 @@ def smallest(counts: Tensor) -> int:
 def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]]:
     """Return each class with at least two samples and their inputs, float64 ``[n, d]``.
 
+    Args:
+        rows: Rows of the client.
+        request: Request with the arguments ``classes`` and ``inputs``.
+
     Raises:
         DataError: If the inputs are not numbers or have another size, or targets are not one class per sample.
     """
@@ -146,7 +150,12 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
 
 
 def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
-    """Return the number of samples of each class with at least two of them, ``[C]``."""
+    """Return the number of samples of each class with at least two of them, ``[C]``.
+
+    Args:
+        rows: Rows of the client.
+        request: Request with the arguments ``classes`` and ``inputs``.
+    """
     counts = torch.zeros(int(request.args["classes"]), dtype=torch.int64)
     for c, inputs in class_rows(rows, request):
         counts[c] = len(inputs)
@@ -154,7 +163,12 @@ def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
 
 
 def has_class_means(x: Tensor, y: Tensor) -> bool:
-    """Return whether inputs are numbers and targets are one class per sample."""
+    """Return whether inputs are numbers and targets are one class per sample.
+
+    Args:
+        x: Inputs, ``[n, ...]``.
+        y: Targets, ``[n]`` or ``[n, L]``.
+    """
     return x.dtype != torch.int64 and y.dim() == 1 and not y.dtype.is_floating_point
 
 
@@ -285,6 +299,10 @@ def input_values(x: Tensor, codes: list[int], center: np.ndarray) -> np.ndarray:
 def linear_rows(rows: ClientRows, request: SumRequest) -> np.ndarray:
     """Return 1, the inputs and the targets of a client, ``[n, 1 + F + T]``; classes are targets of 0 and 1.
 
+    Args:
+        rows: Rows of the client.
+        request: Request with ``LinearArguments`` and the tensor ``center``.
+
     Raises:
         DataError: If inputs or targets are not those of the request.
     """
@@ -307,6 +325,10 @@ def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
     """Return the size of the smallest group that products of rows could reveal: of a code, a class, or both.
 
     It is 1 with at most as many rows as inputs, because products could then reveal single rows.
+
+    Args:
+        values: 1, the inputs and the targets, from ``linear_rows``.
+        request: The request.
     """
     ends = np.cumsum([1, *(int(count) or 1 for count in request.args["codes"])])
     coded = [j for start, end in pairwise(ends) for j in range(start, end) if end - start > 1]

@@ -347,7 +347,12 @@ def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences
 
 
 def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
-    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact."""
+    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact.
+
+    Args:
+        exchange: Exchange that has asked for class counts.
+        run: Data that the sites have agreed on.
+    """
     counts = exchange.of_clients("class_counts")
     rows = sum(exchange.exchange.num_samples[k] for k in counts)
     counted = sum(int(own["counts"].sum()) for own in counts.values())

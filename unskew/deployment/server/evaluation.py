@@ -329,5 +329,10 @@ class SiteEvaluator:
 
 
 def encode_model(v: Tensor, b: Tensor) -> dict[str, Blob]:
-    """Encode a model and its buffers as the arrays of a message."""
+    """Encode a model and its buffers as the arrays of a message.
+
+    Args:
+        v: Parameters, ``[d]``.
+        b: Buffers, ``[m]``.
+    """
     return encode_record("model", {"v": v, "b": b})

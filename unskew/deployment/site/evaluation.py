@@ -192,7 +192,15 @@ def requested_model(work: SiteTrainer, name: str, request: Frame, state: SiteSta
 
 
 def check_model(sent: Mapping[str, Tensor], work: SiteTrainer) -> tuple[Tensor, Tensor]:
-    """Validate a received model and return it, ``v [d]`` and ``b [m]`` (raises ``InvalidMessageError`` otherwise)."""
+    """Validate a received model and return it, ``v [d]`` and ``b [m]``.
+
+    Args:
+        sent: Tensors ``v`` and ``b`` of the message.
+        work: Trainer of the experiment.
+
+    Raises:
+        InvalidMessageError: If the model does not have the size of the experiment's.
+    """
     spec, norm = work.spec, work.wire_context.norm
     v = check_tensor("model/v", sent.get("v"), spec.flatten(), spec.size, norm)
     return v, check_tensor("model/b", sent.get("b"), spec.flatten_buffers(), sum(spec.buffer_sizes), norm)
@@ -243,7 +251,12 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
 
 
 def is_recall(key: str, label: str) -> bool:
-    """Return whether a key names the recall of a class, or an end of its interval."""
+    """Return whether a key names the recall of a class, or an end of its interval.
+
+    Args:
+        key: Name of a metric or of an end of its interval.
+        label: Name of the class.
+    """
     return key in (f"{RECALL}{label}", f"{RECALL}{label}_low", f"{RECALL}{label}_high")
 
 
