@@ -1,9 +1,12 @@
 """Federated sums over sites, in plain and under masks, and the attack that their ledger stops."""
 
+import json
+
 import pytest
 import torch
-from support.sites import TINY, LoopPlace
+from support.sites import TINY, LoopPlace, deployed
 
+import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.common.agreement import experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
@@ -83,3 +86,19 @@ def test_a_site_that_sends_its_sums_in_plain_is_left_out_of_masks(tmp_path):
     place.link.spoil = lambda client, asked, answer: Frame("sums", answer.config) if client == 1 else answer
     with pytest.raises(EngineError, match="could not be opened"):
         exchange(CLASSES)
+
+
+@pytest.mark.parametrize("masked", ["off", "required"])
+def test_coefficients_over_sites_are_those_of_the_simulation(masked, tmp_path):
+    rows = [f"{40 + 7 * k % 30},{k % 4},{'abc'[k % 3]},{'yes' if (7 * k * k) % 11 < 5 else 'no'}" for k in range(120)]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,dose,ward,outcome", *rows]))
+    about = {"data": f"table:{tmp_path / 'rows.csv'}", "label": "outcome", "partition": "natural:ward", "clients": None}
+    values = {**TINY, **about, "max_train_samples": None, "coefficients": True, "missing": "mean"}
+    values["secure_aggregation"] = masked
+    deployed(tmp_path, LoopPlace(tmp_path, values, 3), **values)
+    unskew.run(out=tmp_path / "simulated", **values)
+    sites, simulated = (json.loads((tmp_path / n / "coefficients.json").read_text()) for n in ("run", "simulated"))
+    for one, other in zip(sites.pop("coefficients"), simulated.pop("coefficients"), strict=True):
+        assert one == {k: pytest.approx(v, rel=1e-9) if isinstance(v, float) else v for k, v in other.items()}
+    assert sites.pop("log_likelihood") == pytest.approx(simulated.pop("log_likelihood"), rel=1e-12)
+    assert sites == simulated
