@@ -22,11 +22,12 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 	touch $@
 
 # Flower wants other versions: an environment of its own. All but PyTorch, which has a build for each kind of machine, is
-# installed by hash.
+# installed by hash. FLOWER=1.41.0 then replaces Flower by another supported version, with what it needs.
 .venv-deploy/installed: pyproject.toml requirements-deploy.txt
 	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-deploy.txt
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
+	test -z "$(FLOWER)" || .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "flwr==$(FLOWER)"
 	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
 	touch $@
 
@@ -84,7 +85,7 @@ test-methods: .venv/installed  ## of the slow tests, all methods and composition
 	  tests/runs/test_parallel.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 
 test-sites: .venv/installed .venv-deploy/installed  ## a deployed run with two SuperNodes over TLS, compared with the simulator
-	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py
+	$(BIN)/python -m pytest -m "not slow" tests/deployment/flower/test_superlinks.py tests/deployment/flower/test_project_files_units.py
 
 check: .venv/installed audit  ## format, lint, types, audit, quick test suite
 	$(BIN)/ruff format --check .

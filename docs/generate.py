@@ -45,14 +45,14 @@ from unskew.methods.registry import (
 )
 from unskew.models.registry import MODELS, build_model
 from unskew.protocol.method import SLOTS, class_slots
-from unskew.protocol.requirements import NEEDS
+from unskew.protocol.requirements import NEEDS, why_tasks
 from unskew.protocol.rule import Rule, WithServerHalf
 from unskew.protocol.search_space import RangeSpace
 from unskew.runs.resume import RESUMABLE
 from unskew.sums.registry import SUMS
 from unskew.tasks.metrics import METRICS, TWO_CLASSES
 from unskew.tasks.primary_metric import KNOWN_METRICS
-from unskew.tasks.registry import TASKS
+from unskew.tasks.registry import TASKS, tasks_with
 from unskew.tuning.spaces import SHARED, method_spaces
 
 DOCS = Path(__file__).parent
@@ -211,7 +211,7 @@ def composition_table(position: Position) -> str:
 
 SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
     "slot": lambda cls, slot: slot in class_slots(cls),
-    "without_task": lambda cls, task: task not in cls.tasks,
+    "without_task": lambda cls, task: task not in tasks_with(cls().needs),
     "weighting": lambda cls, weights: cls.weights == weights,
     "untuned": lambda cls, _: not cls.spaces,
 }
@@ -313,7 +313,7 @@ def compatibility(name: str) -> str:
         "- Compositions: all but" if conflicts else "- Compositions: all",
         *conflicts,
         f"- Server reads: {'single updates' if row['needs'] == 'individual' else 'sums'}",
-        f"- Tasks: {tasks}{f', because {cls.tasks_reason}' if tasks != 'all' and cls.tasks_reason else ''}",
+        f"- Tasks: {tasks}{f', because {why_tasks(cls())}' if tasks != 'all' else ''}",
         f"- Delays: {'yes' if row['delays'] else 'no'}",
         *(["- Weights: uniform"] if cls.weights == "uniform" else []),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import math
 import random
 from collections.abc import Iterator
@@ -77,24 +78,49 @@ def seeded_globals(enabled: bool, number: int, device: torch.device) -> Iterator
     if not enabled:
         yield
         return
-    generators = [torch.default_generator]
-    if device.type in ("cuda", "xpu"):
-        module = torch.get_device_module(device)
-        generators.append(module.default_generators[module.current_device() if device.index is None else device.index])
-    states = [each.get_state() for each in generators]
-    python_state = random.getstate()
-    numpy_state = np.random.get_state()  # noqa: NPY002 - models draw from this generator
+    before = global_states(device)
     random.seed(number)
-    np.random.seed(number % (1 << 32))  # noqa: NPY002
-    for each in generators:
+    np.random.seed(number % (1 << 32))  # noqa: NPY002 - models draw from this generator
+    for each in _torch_generators(device):
         each.manual_seed(number)
     try:
         yield
     finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)  # noqa: NPY002
-        for each, state in zip(generators, states, strict=True):
-            each.set_state(state)
+        set_global_states(before, device)
+
+
+def _torch_generators(device: torch.device) -> list[torch.Generator]:
+    generators = [torch.default_generator]
+    if device.type in ("cuda", "xpu"):
+        module = torch.get_device_module(device)
+        generators.append(module.default_generators[module.current_device() if device.index is None else device.index])
+    return generators
+
+
+def global_states(device: torch.device) -> dict[str, Tensor]:
+    """Return the states of the global generators of PyTorch, NumPy and Python.
+
+    Args:
+        device: Device whose generator is included in addition to that of the CPU.
+    """
+    name, key, *others = np.random.get_state()  # noqa: NPY002
+    text = json.dumps([random.getstate(), [name, np.asarray(key).tolist(), *others]])
+    states = {f"torch-{n}": each.get_state() for n, each in enumerate(_torch_generators(device))}
+    return {**states, "others": torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)}
+
+
+def set_global_states(states: dict[str, Tensor], device: torch.device) -> None:
+    """Set the global generators to the result of ``global_states``.
+
+    Args:
+        states: Result of ``global_states``.
+        device: The same device.
+    """
+    (version, numbers, gauss), numpy_state = json.loads(bytes(states["others"].tolist()))
+    random.setstate((version, tuple(numbers), gauss))
+    np.random.set_state(tuple(numpy_state))  # noqa: NPY002
+    for n, each in enumerate(_torch_generators(device)):
+        each.set_state(states[f"torch-{n}"])
 
 
 def _mix(z: Tensor) -> Tensor:

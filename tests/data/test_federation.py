@@ -18,6 +18,7 @@ from unskew.data.federation import Federation
 from unskew.data.sources import registry
 from unskew.errors import DataError
 from unskew.runs import run_checkpoints
+from unskew.tasks.classification import Classification
 
 TEST = (np.ones((4, 3), np.float32), np.arange(4) % 2)
 
@@ -48,11 +49,11 @@ def test_each_client_adds_few_calls():
 
 def test_the_values_of_small_clients_are_checked_at_once(monkeypatch):
     checks = Counter()
-    for name in ("as_targets", "check_finite", "check_targets"):
-        original = getattr(client_arrays, name)
-        monkeypatch.setattr(client_arrays, name, lambda *given, n=name, f=original: (checks.update([n]), f(*given))[1])
+    for place, name in ((client_arrays, "as_targets"), (client_arrays, "check_finite"), (Classification, "check")):
+        original = getattr(place, name)
+        monkeypatch.setattr(place, name, lambda *given, n=name, f=original: (checks.update([n]), f(*given))[1])
     build(300)()
-    assert checks == {"as_targets": 1, "check_finite": 1, "check_targets": 1}
+    assert checks == {"as_targets": 1, "check_finite": 1, "check": 2}, "the test set is checked on its own"
 
 
 def test_arrays_that_can_be_written_need_no_filter_of_warnings(monkeypatch):

@@ -32,8 +32,8 @@ from unskew.diagnosis.features import AdviceLimits
 from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
-from unskew.measurements.label_skew import label_distance_by_chance
 from unskew.methods.registry import method
+from unskew.sums.skew import label_distance_by_chance
 
 SMALL = {"model": "logistic", "curvature": False, "samples": 20, "rounds": 8, "local_steps": 10, "batch_size": 8}
 

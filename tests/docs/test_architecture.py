@@ -4,7 +4,10 @@ import ast
 import graphlib
 import re
 
+import pytest
 from support.pages import DOCS, ROOT, fences
+
+from unskew.tasks.registry import TASKS
 
 
 def test_the_line_of_a_method_shown_to_contributors_is_in_the_registry():
@@ -130,3 +133,69 @@ def test_no_import_is_circular():
     for module, names in packages.items():
         packages[module] = {n.split(".")[0] if not n.startswith("unskew.") else n for n in names} - {module, "unskew"}
     list(graphlib.TopologicalSorter(packages).static_order())
+
+
+def names_of_tasks_compared(tree):
+    """Lines of a module where a name or a class of a task decides: comparisons, ``match`` and ``isinstance``.
+
+    A name is a string that is registered, also in a tuple, list, set or dictionary, or the attribute ``name`` of a class.
+    """
+    classes = {type(task).__name__ for task in TASKS.values()}
+
+    def named(node):
+        if isinstance(node, ast.Attribute):
+            return node.attr in {"name", "scored"} and named_class(node.value)
+        inner = [*getattr(node, "elts", ()), *filter(None, getattr(node, "keys", ()))]
+        return (isinstance(node, ast.Constant) and node.value in TASKS) or any(map(named, inner))
+
+    def named_class(node):
+        parts = getattr(node, "elts", [getattr(node, "left", node), getattr(node, "right", node)])
+        return any((getattr(part, "id", None) or getattr(part, "attr", None)) in classes for part in parts)
+
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Compare):
+            asks = any(named(part) or named_class(part) for part in (node.left, *node.comparators))
+        elif isinstance(node, ast.Call):
+            function = getattr(node.func, "id", None)
+            asks = function in {"isinstance", "issubclass"} and named_class(node.args[1])
+        elif isinstance(node, ast.MatchValue):
+            asks = named(node.value)
+        else:
+            asks = isinstance(node, ast.MatchClass) and named_class(node.cls)
+        if asks:
+            yield node.value.lineno if isinstance(node, ast.MatchValue) else node.lineno
+
+
+def test_only_tasks_know_which_task_they_are():
+    """A new task is a class of ``unskew.tasks``: nothing else compares its name or class."""
+    outside = [path for path in (ROOT / "unskew").rglob("*.py") if (ROOT / "unskew" / "tasks") not in path.parents]
+    asking = [
+        f"{path.relative_to(ROOT)}:{line}"
+        for path in outside
+        for line in names_of_tasks_compared(ast.parse(path.read_text()))
+    ]
+    assert not asking, f"ask what the task provides instead: {asking}"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        'task == "regression"',
+        '"language" != data.task',
+        'task.name in ("multilabel", "language")',
+        'task not in {"multilabel": 1}',
+        "task == Regression.name",
+        "name == regression.Regression.scored",
+        "type(task) is MultiLabel",
+        "isinstance(task, Regression)",
+        "isinstance(task, (Classification, MultiLabel))",
+        "isinstance(task, Classification | tasks.MultiLabel)",
+        'match task:\n    case "language":\n        pass',
+        "match task:\n    case Regression():\n        pass",
+    ],
+)
+def test_a_comparison_with_a_task_is_found(line):
+    assert [*names_of_tasks_compared(ast.parse(line))]
+    assert not [
+        *names_of_tasks_compared(ast.parse('Regression(); x = {"language": 1}; task.tokens == f("regression")'))
+    ]

@@ -3,9 +3,13 @@
 import importlib.util
 import json
 import re
+import tomllib
 
 import pytest
+import yaml
 from support.pages import ROOT
+
+from unskew.deployment.flower.cli import VERSIONS
 
 
 def pinned(name):
@@ -26,6 +30,16 @@ def test_what_a_deployment_installs_is_pinned_with_hashes():
     blocks = re.split(r"\n(?=\w)", text.strip())
     assert all("--hash=sha256:" in block for block in blocks)
     assert len(blocks) == len(requirements)
+
+
+def test_the_supported_versions_of_flower_are_the_same_everywhere():
+    """The package, its extra and the app that sites receive; the lowest version and the pinned one have a job each."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert extras["flower"] == [f"flwr{VERSIONS}"]
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    tested = workflow["jobs"]["flower"]["strategy"]["matrix"]["flower"]
+    assert tested[-1] == pinned("constraints-deploy.txt")["flwr"]
+    assert VERSIONS.startswith(f">={tested[0].removesuffix('.0')},")
 
 
 @pytest.mark.parametrize(

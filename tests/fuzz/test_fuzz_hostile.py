@@ -308,6 +308,8 @@ STRANGE = {
         ("kind", "x"),
         ("normalization", {"mean": [0, 0, 0], "std": [1, 1, 1]}),
         ("class_names", ["\ud800", *map(str, range(9))]),
+        ("constants", {"class_weights": [1]}),
+        ("constants", {"mean": [0], "std": [1]}),
     ],
 }
 

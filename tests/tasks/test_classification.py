@@ -21,7 +21,7 @@ from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
 from unskew.methods.fedcog.fedcog import FedCOG
-from unskew.methods.registry import METHODS, rule_class
+from unskew.methods.registry import METHODS, describe_method, rule_class
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator
@@ -227,7 +227,7 @@ def test_a_partition_shows_samples_not_labels():
 # ---- methods ----------------------------------------------------------------------------------------------------------
 
 
-FITTING = [name for name in METHODS if "multilabel" in rule_class(name).tasks]
+FITTING = [name for name in METHODS if "multilabel" in describe_method(name)["tasks"]]
 AUTHORS = "fedcog-authors:start_round=1,n=11,g_steps=3"
 # flora needs a model with LoRA factors.
 ALL = [*(name for name in FITTING if not name.startswith("fedcog") and name != "flora"), AUTHORS]
@@ -264,7 +264,7 @@ def test_refusals_name_the_part_and_come_before_any_training(tmp_path):
     @dataclass(frozen=True)
     class Softmax(ClientRule):
         name, summary, paper = "softmax", "for tests", "none"
-        tasks, tasks_reason = ("classification",), "it divides by a softmax"
+        needs, tasks_reason = ("one_class",), "it divides by a softmax"
 
     sentence = (
         "softmax does not support the task 'multilabel', because it divides by a softmax. Supported tasks: classif"

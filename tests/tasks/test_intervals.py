@@ -26,7 +26,6 @@ from unskew.tasks.intervals import (
     interval95,
     metric_interval,
     resampled_counts,
-    sums_statistic,
     wilson_interval,
 )
 from unskew.tasks.metrics import MetricSet
@@ -140,7 +139,7 @@ def test_resampled_regression_metrics_are_those_of_scikit_learn_on_repeated_rows
     y = 1e3 + random.standard_normal((30, 2))
     predicted = y + random.standard_normal((30, 2)) / 2
     counts = next(resampled_counts(np.arange(30)))[:20]
-    values = sums_statistic(name, Regression(mean=(5.0, 5.0), std=(3.0, 2.0)), y, predicted)(counts)
+    values = Regression(mean=(5.0, 5.0), std=(3.0, 2.0)).statistic(name, y, predicted, MetricSet())(counts)
     rows = [np.repeat(np.arange(30), row) for row in counts]
     assert values == pytest.approx([oracle(y[row], predicted[row]) for row in rows], abs=1e-8)
 
@@ -151,7 +150,7 @@ def test_resampled_label_metrics_are_those_of_scikit_learn_on_repeated_rows(name
     y = (random.random((30, 4)) < 0.4).astype(np.uint8)
     p = np.clip(y * 0.3 + random.random((30, 4)) * 0.69, 0, 1)
     counts = next(resampled_counts(np.arange(30)))[:20]
-    values = sums_statistic(name, MultiLabel(), y, p)(counts)
+    values = MultiLabel().statistic(name, y, p, MetricSet())(counts)
     for value, row in zip(values, (np.repeat(np.arange(30), row) for row in counts), strict=True):
         kind = name.removesuffix("_f1")
         score = (y[row] == (p[row] > 0.5)).mean()

@@ -19,7 +19,7 @@ from unskew.cli.comparison_tables import comparison_table
 from unskew.comparison.cost_to_target import target_costs
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import first_reaching
-from unskew.runs.prediction_curves import classifier_curves
+from unskew.tasks.curves import classifier_curves
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.primary_metric import KNOWN_METRICS, metric_info
 

@@ -12,7 +12,7 @@ from support.tolerance import FEW, near
 
 import unskew
 from unskew.errors import ConfigError, DataError
-from unskew.methods.registry import METHODS, rule_class
+from unskew.methods.registry import METHODS, describe_method
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import comparison_table, fairness_table
@@ -85,7 +85,7 @@ def test_a_model_that_diverges_has_a_score():
 
 
 def test_methods_for_classes_are_refused_before_the_start(fed):
-    refusing = [name for name in METHODS if "regression" not in rule_class(name).tasks]
+    refusing = [name for name in METHODS if "regression" not in describe_method(name)["tasks"]]
     assert {"fedcog", "fedssyn", "fedgen", "feddf", "fedntd", "fedreg", "vhl", "dense", "feddm"} <= set(refusing)
     for name in refusing:
         with pytest.raises(ConfigError, match=r"'regression', because .*\. Supported tasks"):
@@ -98,7 +98,8 @@ PRIVATE = ("dp", "dpsgd")
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [name for name in METHODS if "regression" in rule_class(name).tasks and name not in (*PRIVATE, "flora")]
+    "name",
+    [name for name in METHODS if "regression" in describe_method(name)["tasks"] and name not in (*PRIVATE, "flora")],
 )
 def test_all_others_train(fed, name):
     name = SMALL_COHORT.get(name, name)

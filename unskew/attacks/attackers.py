@@ -89,7 +89,7 @@ def check_attack(attack: Attack, federation: Federation, seed: int, cohort: int)
         return alie_warnings(attack, cohort, cohort * len(attackers) / len(federation.clients))
     if not isinstance(attack, LabelFlip | Backdoor):
         return []
-    if federation.task != "classification":
+    if "one_class" not in federation.objective.provides:
         raise ConfigError(
             f"The attack {attack.kind} needs one class per sample, but the task is {federation.task}. Use another kind, "
             "such as signflip."

@@ -176,7 +176,7 @@ def config_values(config: Path | None, context: typer.Context, ignored: Collecti
         set_field(flags, assignment)
     remedy = None if context.params.get("trust_code") else TRUST
     values = {} if config is None else load_config(config, remedy, {**dict.fromkeys(ignored), **flags})
-    for section, field in (("network", "delay"), ("text", "columns")):
+    for section, field in (("network", "delay"), ("text", "columns"), ("harmonize", "method")):
         if isinstance(values.get(section), str | list):  # expand the short form, so that --set can add other fields
             values[section] = {field: values[section]}
     if isinstance(values.get("attack"), str):

@@ -143,6 +143,8 @@ def diagnose(
     console.print(sites_table(report.sites, SITES_SHOWN))
     for line in (report.summary(), *overview["leaks"]):
         console.print(line, highlight=False, soft_wrap=line in overview["leaks"])
+    if overview["harmonization"]:
+        console.print(overview["harmonization"], highlight=False)
     if details:
         for table in heterogeneity_tables(report.as_json()):
             console.print(table)

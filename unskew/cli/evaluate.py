@@ -18,7 +18,7 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, NewSite
 from unskew.cli.predict import check_output, write_rows
 from unskew.filesystem import check_run, parse_path
 
@@ -37,6 +37,7 @@ def evaluate(
     client: ClientName = None,
     client_number: ClientNumber = None,
     no_intervals: bool = False,
+    new_site: NewSite = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -58,7 +59,7 @@ def evaluate(
 
     with printed_warnings(), progress_while_waiting("evaluate"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
-        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)))
+        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)), new_site)
         scores = evaluate_rows(predictor.outputs(read.x), read, predictor.inputs, rows, by, not no_intervals)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)

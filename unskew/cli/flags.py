@@ -29,6 +29,12 @@ ClientNumber = Annotated[
     int | None,
     typer.Option("--client-number", min=0, help="Number of the client instead of its name, from 0 as in the tables."),
 ]
+NewSite = Annotated[
+    bool,
+    typer.Option(
+        "--new-site", help="Harmonize rows of sites without training rows by their own rows, at least 20 per site."
+    ),
+]
 
 
 @dataclass(frozen=True)

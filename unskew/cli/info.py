@@ -185,16 +185,17 @@ def partition(
         leaks = find_leaks(checked.data_spec)
     counts, names = fed.label_distribution()
     # If each client has one text group, the table of clients by groups is diagonal, so sizes are sufficient.
-    diagonal = fed.task == "language" and names == fed.client_names
+    diagonal = fed.objective.tokens and names == fed.client_names
     shown_counts = fed.sizes[:, None] if diagonal else counts
     shown_names = ("samples",) if diagonal else names
     if out is not None:
         title = f"{fed.name}, {fed.partition}, seed {checked.seed}"
         plot_clients_by_class(
-            shown_counts, shown_names, out, title, client_names=fed.client_names, exclusive=fed.task != "multilabel"
+            shown_counts, shown_names, out, title, client_names=fed.client_names, exclusive=fed.objective.exclusive
         )
-    sites = site_differences(fed, features=checked.features) if fed.columns or fed.task == "regression" else None
-    between = sites.between if sites is not None and fed.task == "regression" else {}
+    numbers = fed.objective.numeric_labels
+    sites = site_differences(fed, features=checked.features) if fed.columns or numbers else None
+    between = sites.between if sites is not None and numbers else {}
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -218,7 +219,7 @@ def partition(
     console = console_for()
     if fed.columns:
         console.print(columns_table(fed.columns))
-    if fed.task != "regression":
+    if not numbers:
         console.print(partition_table(shown_counts, shown_names, clients_shown, fed.sizes, fed.client_names))
     if sites is not None:
         console.print(sites_table(sites, clients_shown))

@@ -52,11 +52,12 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
         raise ConfigError(f"--shape {shape!r} is not a shape such as 3,32,32.") from None
     if not all(1 <= side <= LARGEST for side in sides) or not 1 <= (classes or 1) <= LARGEST:
         raise ConfigError(f"--shape {shape} and --classes must be numbers from 1 to {LARGEST:,}.")
-    task = "language" if texts and classes is None and not own else "classification"
-    count = classes or (1 if task == "language" else 10)
+    per_token = texts and classes is None and not own
+    count = classes or (1 if per_token else 10)
+    task = "language" if per_token else "classification"
     module = resolve_model(config.model, sides, count, config.model_options, task)
     ids = torch.int64 if texts else None
-    return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=task == "language")
+    return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=per_token)
 
 
 def layer_rows(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:

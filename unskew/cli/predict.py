@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -20,12 +20,9 @@ from unskew.cli.common import (
     print_json,
     printed_warnings,
 )
-from unskew.cli.flags import ClientName, ClientNumber
+from unskew.cli.flags import ClientName, ClientNumber, NewSite
 from unskew.errors import ConfigError, free_name
 from unskew.filesystem import check_run, escape_formula, parse_path, write_atomic
-
-if TYPE_CHECKING:
-    from unskew.runs.input_spec import InputSpec
 
 FORMATS = (".csv", ".jsonl")
 SHOWN = 20
@@ -40,6 +37,7 @@ def predict(
     sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
+    new_site: NewSite = False,
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
@@ -61,18 +59,19 @@ def predict(
 
     with printed_warnings(), progress_while_waiting("predict"):
         predictor = load_predictor(run, client=client, client_number=client_number, trust_code=trust_code)
-        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)))
+        read = read_rows(rows, predictor.inputs.with_csv(csv_values(sets)), new_site)
         kept_columns = file_columns(read, parse_names(keep or ""), rows)
         outputs = predictor.outputs(read.x)
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
-    inputs, titles = predictor.inputs, output_titles(predictor.inputs)
+    inputs, task = predictor.inputs, predictor.inputs.objective
+    titles, numbers = task.output_names(inputs.names, inputs.label), task.output_kind != "probabilities"
     labels = predictor.labels(outputs, threshold)
     strange: dict[int | str, list[str]] = {}
     for unknown in read.unknown:
         for row in unknown.rows:
             strange.setdefault(row, []).append(unknown.column)
-    chosen = {} if predictor.numbers else {f"predicted_{inputs.label or 'label'}": labels}
+    chosen = {} if numbers else {f"predicted_{inputs.label or 'label'}": labels}
     own: dict[str, Sequence[Any]] = {
         "row": read.names,
         **chosen,
@@ -92,10 +91,10 @@ def predict(
     from rich.table import Table
     from rich.text import Text
 
-    several = inputs.task == "multilabel"
     binary = inputs.positive_class is not None
     positive = inputs.metrics.positive
-    last = titles if predictor.numbers else [titles[positive]] if binary else [] if several else ["probability"]
+    probability = ["probability"] if "one_class" in task.provides else []
+    last = titles if numbers else [titles[positive]] if binary else probability
     shown = [names["row"], *kept_columns, *(names[name] for name in chosen)]
     table = Table(header_style="bold")
     for title in (*shown, *(names.get(title, title) for title in last)):
@@ -148,13 +147,6 @@ def write_rows(lines: list[dict[str, Any]], out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(out, format_value(lines, out.suffix.lower()).encode())
-
-
-def output_titles(inputs: InputSpec) -> list[str]:
-    """Return a column name for each output of a model: ``p(sepsis=1)`` or ``p(cat)``, for numbers ``predicted_cost``."""
-    if inputs.task == "regression":
-        return [f"predicted_{name}" for name in inputs.names]
-    return [f"p({name})" if inputs.label is None else f"p({inputs.label}={name})" for name in inputs.names]
 
 
 def free_names(own: Iterable[str], existing: Collection[str]) -> dict[str, str]:

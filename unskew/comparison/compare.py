@@ -269,7 +269,7 @@ def _plot_clients(data: Federation, seed: int, folder: Path) -> None:
         folder / "clients.png",
         title=f"{data.name}, {data.partition}, seed {seed}",
         client_names=data.client_names,
-        exclusive=data.task != "multilabel",
+        exclusive=data.objective.exclusive,
     )
 
 

@@ -101,9 +101,9 @@ def _wrong(problem: str, at: Any) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=at.start_mark)
 
 
-SHORT_FORMS = ("attack", "network", "text")
+SHORT_FORMS = ("attack", "harmonize", "network", "text")
 """Sections that may be written as a single value."""
-LISTS = ("features", "exclude", "categories", "dates", "text", "columns", "split_by")
+LISTS = ("features", "exclude", "categories", "dates", "text", "columns", "covariates", "split_by")
 """Fields with a list of column names, in which double quotes enclose a name with commas."""
 COLUMNS = (*LISTS, "label", "image", "partition")
 """Fields that are names of columns, or contain some."""
@@ -119,9 +119,9 @@ def _read_as_names(node: Any, name: str = "", inner: bool = False) -> None:
         name: Field of the value, or empty for the whole configuration.
         inner: Whether the node is an item of a list.
     """
-    if isinstance(node, yaml.MappingNode) and name in ("", "data", "text"):
+    if isinstance(node, yaml.MappingNode) and name in ("", "data", "harmonize", "text"):
         for key, value in node.value:
-            if key.value and (key.value != "columns" or name == "text"):
+            if key.value and (key.value != "columns" or name in ("harmonize", "text")):
                 _read_as_names(value, str(key.value))
     elif isinstance(node, yaml.MappingNode) and name in ("categories", "category_values"):
         for key, value in node.value:

@@ -17,12 +17,12 @@ from unskew.data.validation import (
     as_targets,
     as_tensor,
     check_finite,
-    check_targets,
     mask_padding,
     normalize_inputs_layout,
     to_model_layout,
 )
 from unskew.errors import DataError
+from unskew.tasks.registry import TASKS
 
 Array = TypeVar("Array", bound=np.ndarray | Tensor)
 
@@ -316,13 +316,13 @@ def check_client_targets(readers: InputLocator, ys: Sequence[Tensor], classes: i
         DataError: If the targets of a client do not match.
     """
     try:
-        if len(ys) > 1 or (task == "language" and len({x.dtype for x in readers.all()}) > 1):
+        if len(ys) > 1 or (TASKS[task].tokens and len({x.dtype for x in readers.all()}) > 1):
             raise DataError("The targets of the clients have different shapes, or the texts different dtypes.")
-        check_targets(ys[0], classes, "the clients", task, readers.told(0, ys[0])[0])
+        TASKS[task].check(ys[0], classes, "the clients", readers.told(0, ys[0])[0])
     except DataError:  # client by client, to name the client
         own = ys if len(ys) > 1 else torch.split(ys[0], np.diff(readers.offsets).tolist())
         for k, y in enumerate(own):
-            check_targets(y, classes, f"client {k}", task, readers.told(k, y)[0])
+            TASKS[task].check(y, classes, f"client {k}", readers.told(k, y)[0])
 
 
 def holdout_order(n: int, seed: int, k: int, generator: torch.Generator) -> Tensor:

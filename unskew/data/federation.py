@@ -27,12 +27,13 @@ from unskew.data.from_arrays import (
     validate_class_names,
     validate_pair,
 )
+from unskew.data.harmonize import Harmonization
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
 from unskew.data.shared_copies import shared_copy
 from unskew.data.target_scaling import fit_target_scaling
-from unskew.data.validation import check_targets, validate_client_names
+from unskew.data.validation import validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
@@ -86,6 +87,7 @@ class Federation:
         encoders: Fitted encoder of each input of a table with mixed column types.
         stats_traffic: Bytes that each client sent and received for global statistics, ``[K, 2]``; None if there was no
             traffic.
+        harmonization: Harmonization of the columns of each site, which was applied to the inputs; None without it.
         missing: Number of missing values of each client in each column of ``encoders``, before they are replaced,
             ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
@@ -109,6 +111,7 @@ class Federation:
     trained_for: Task | None = None
     encoders: tuple[Encoder, ...] = field(default=(), compare=False)
     stats_traffic: np.ndarray | None = field(default=None, compare=False)
+    harmonization: Harmonization | None = field(default=None, compare=False)
     missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
@@ -180,9 +183,9 @@ class Federation:
 
     def label_distribution(self) -> tuple[np.ndarray, tuple[str, ...]]:
         """Return samples per client and class ``[K, C]`` and the class names; without labels, per text group."""
-        if self.objective.labeled and self.counts_known:
+        if "counts" in self.objective.provides and self.counts_known:
             return self.class_counts(), self.names
-        what = "texts" if self.task == "language" else "samples"
+        what = "texts" if self.objective.tokens else "samples"
         return (self.sizes[:, None], (what,)) if self.text_groups is None else self.text_groups
 
     def class_counts(self) -> np.ndarray:
@@ -254,6 +257,8 @@ class Federation:
             raise DataError(f"name must be a string, not {short_repr(name)}.")
         if not isinstance(server_in_domain, bool | np.bool_):
             raise DataError(f"server_in_domain must be True or False, not {short_repr(server_in_domain)}.")
+        objective = TASKS[task]
+        one_class = "one_class" in objective.provides
         check_client_list(clients)
         names = validate_client_names(client_names, len(clients))
         check_integer(seed, "seed")
@@ -262,7 +267,7 @@ class Federation:
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
             whose = [*(f"client {k}" for k in range(len(clients))), "the test set", "the server"]
             everyone, columns = frames_to_arrays(dict(zip(whose, everyone, strict=False)))
-            if task == "classification":
+            if one_class:
                 own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
             test, server = everyone[len(clients)], (*everyone, None)[len(clients) + 1]
@@ -275,7 +280,7 @@ class Federation:
         if classes is None:
             own = server_in_domain or server is None
             in_domain = [*ys, *(pair[1] for who, pair in pairs.items() if own or who != "the server")]
-            if task == "classification":
+            if one_class:
                 indices, class_names, classes = encode_classes(in_domain, validate_class_names(class_names, 0))
                 ys, others = indices[: len(ys)], indices[len(ys) :]
                 pairs |= {who: (pairs[who][0], y) for who, y in zip(pairs, others, strict=False)}
@@ -285,19 +290,19 @@ class Federation:
                         "classes than occur in these data, set classes=."
                     )
             else:
-                classes = max(int(y.max()) for y in in_domain) + 1 if task == "language" else ys[0].shape[1]
+                classes = objective.num_outputs(in_domain)
         else:
-            check_integer(classes, "classes", least=2 if task == "classification" else 1)
+            check_integer(classes, "classes", least=2 if one_class else 1)
         check_client_targets(readers, ys, classes, task)
         for who, pair in pairs.items():
             own = server_in_domain or who != "the server"
-            check_targets(pair[1], classes if own else ServerData(*pair, False).classes, who, task, pair[0])
+            objective.check(pair[1], classes if own else ServerData(*pair, False).classes, who, pair[0])
         offsets = readers.offsets
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
         trained_for = None
         stats_traffic = None
-        if task == "regression":
+        if objective.standardized:
             targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
             trained_for, stats_traffic = fit_target_scaling(
                 lambda: (targets[start:stop] for start, stop in spans), class_names, targets.shape[1]
@@ -311,7 +316,7 @@ class Federation:
             task=task,
             classes=classes,
             normalization=fit_normalization(normalize, readers.like, readers.all()),
-            class_names=validate_class_names(class_names, 0 if task == "language" else classes),
+            class_names=validate_class_names(class_names, 0 if objective.tokens else classes),
             client_names=names,
             name=name,
             fingerprint=fingerprint,

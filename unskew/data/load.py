@@ -12,6 +12,7 @@ import torch
 from unskew.config_fields import validate_fields
 from unskew.data.federation import Federation
 from unskew.data.from_arrays import check_integer, num_training_samples
+from unskew.data.harmonized_source import check_harmonize, harmonizable, harmonized
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import make_partition
 from unskew.data.partitioned import PartitionedSource
@@ -22,7 +23,7 @@ from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
 from unskew.data.shift import with_shift
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import DataSpec, Split, TextSpec, parse_shift, parse_split
+from unskew.data.spec import DataSpec, Split, TextSpec, is_table, parse_shift, parse_split
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
@@ -71,6 +72,7 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
     partitioned = load_partitioned(spec, seed)
     if spec.unseen:
         return split_partitioned(partitioned, spec.unseen)
+    partitioned = harmonized(partitioned)
     return partitioned.federation(partitioned.known())
 
 
@@ -81,6 +83,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         spec: Data specification.
         seed: Random seed of the run.
     """
+    check_harmonize(spec)
     named, spec = spec, with_local_files(spec)
     source = load_source_for(spec)
     check_classes(source.class_names or ("",) * source.classes, source.name, source.task)
@@ -97,7 +100,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         train = train.rows(
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
         )
-    labels = train.y.numpy() if TASKS[source.task].labeled else None
+    labels = train.y.numpy() if "counts" in TASKS[source.task].provides else None
     parts = make_partition(
         spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
     )
@@ -129,7 +132,6 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
 def load_source_for(spec: DataSpec) -> Source:
     """Load the data source, before it is partitioned."""
     path, label, text = spec.data_path, spec.label, spec.text
-    regression = spec.task == "regression"
     divides = partition_column(spec.partition)
     split = None if spec.split_by is None else parse_split(spec.split_by)
     choice = ColumnSelection(
@@ -139,15 +141,14 @@ def load_source_for(spec: DataSpec) -> Source:
         spec.categories,
         spec.dates,
         spec.missing,
-        regression,
+        spec.task,
         split=split or (),
         sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
+        harmonized=is_table(spec.data) and spec.harmonize.method != "none",
     )
     if is_text(spec.data):
         if choice.mixed:
-            raise ConfigError(
-                f"task=regression, categories, dates and missing require a table, but {spec.data} contains texts."
-            )
+            raise ConfigError(f"task, categories, dates and missing require a table, but {spec.data} contains texts.")
         if spec.features or spec.exclude:
             raise ConfigError(f"features and exclude require a table, but {spec.data} contains texts.")
         for_images = (spec.image, spec.label_separator, spec.image_size, spec.max_classes)
@@ -184,4 +185,4 @@ def load_source_for(spec: DataSpec) -> Source:
         raise ConfigError(
             f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."
         )
-    return source
+    return harmonizable(source, spec)

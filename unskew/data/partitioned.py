@@ -13,16 +13,25 @@ from torch import Tensor
 from unskew.data.clients import DrawnClients, IndexedRows, take_rows
 from unskew.data.column_statistics import column_totals
 from unskew.data.federation import Federation, ServerData
+from unskew.data.harmonize import Harmonization
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
-from unskew.data.readers.encoders import FittedEncoders, fit_encoders, missing_values, numeric_columns, values_of
+from unskew.data.readers.encoders import (
+    FittedEncoders,
+    column_rows,
+    fit_encoders,
+    missing_values,
+    numeric_columns,
+    values_of,
+)
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
 from unskew.data.target_scaling import task_with_moments
 from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
+from unskew.tasks.registry import TASKS
 from unskew.tasks.regression import Regression
 
 
@@ -55,6 +64,8 @@ class PartitionedSource:
         parts: The data partition.
         rows: Indices into ``train``, client by client, in each client's order.
         splits: Position in ``rows`` where each client's held-out samples start, ``[K]``.
+        harmonization: Harmonization that was applied to the inputs, or None.
+        sent: Bytes that each client sent and received for it, ``[K, 2]``.
     """
 
     spec: DataSpec
@@ -67,6 +78,8 @@ class PartitionedSource:
     parts: Partition
     rows: Tensor
     splits: np.ndarray
+    harmonization: Harmonization | None = None
+    sent: np.ndarray | None = None
 
     def client(self, k: int) -> tuple[SampleTable, SampleTable]:
         """Return a client's training and held-out samples, not encoded and not scaled."""
@@ -118,7 +131,7 @@ class PartitionedSource:
         return GlobalStats(
             fit_encoders(known, source.indicate, found, rows, agreed) if known else None,
             task_with_moments(found.targets) if targets else None,
-            exchange.traffic + [0, found.result_bytes],
+            exchange.traffic + [0, found.result_bytes] + (0 if self.sent is None else self.sent),
         )
 
     def federation(self, known: GlobalStats) -> Federation:
@@ -162,18 +175,19 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            text_groups=rows_per_value(self.parts, train, self.spec.partition) if source.task == "language" else None,
+            text_groups=rows_per_value(self.parts, train, self.spec.partition) if TASKS[source.task].tokens else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=known.targets,
             stats_traffic=known.traffic,
+            harmonization=self.harmonization,
             missing=missing,
         )
 
 
 def target_names(source: Source) -> tuple[str, ...]:
     """Return the names of the targets of regression; empty for other tasks."""
-    if source.task != Regression.name:
+    if not TASKS[source.task].standardized:
         return ()
     return tuple(source.class_names) or tuple(str(t) for t in range(source.classes))
 
@@ -189,11 +203,12 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
     """
     known, targets = source.encoders, target_names(source)
     table = x.numpy()[rows] if known else np.zeros((len(rows), 0))
-    numbers, coded = numeric_columns(known), [j for j, encoder in enumerate(known) if encoder.kind == "category"]
-    names = [encoder.name for encoder in known]
-    return ClientRows(
-        columns=tuple(names[j] for j in numbers),
-        numbers=table[:, numbers].astype(np.float64),
+    names, coded = (
+        [encoder.name for encoder in known],
+        [j for j, encoder in enumerate(known) if encoder.kind == "category"],
+    )
+    return replace(
+        column_rows(table, known),
         values=Computed([names[j] for j in coded], lambda i: values_of(table[:, coded[i]], known[coded[i]])),
         missing=Computed(names, lambda j: int(missing_values(table[:, j : j + 1], known[j : j + 1]).sum())),
         target_names=targets,

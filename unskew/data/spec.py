@@ -177,6 +177,17 @@ def _split_column_names(value: Any) -> Any:
     return parse_names(value) if several else value
 
 
+def known_task(task: str) -> str:
+    """Validate that ``task`` is ``auto`` or a task that must be named (raises ``ValueError`` otherwise)."""
+    if task == "auto":
+        return task
+    from unskew.tasks.registry import TASKS
+
+    if task not in (names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels)]):
+        raise ValueError(f"it must be {' or '.join(map(repr, names))}")
+    return task
+
+
 ColumnName = Annotated[str, AfterValidator(unquote)]
 """Name of one column."""
 ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
@@ -192,6 +203,24 @@ class TextSpec(Section):
     """Name on the Hugging Face Hub, a folder, ``words`` or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
+
+
+class HarmonizeSpec(Section):
+    """Harmonization of the columns of sites before training."""
+
+    method: Annotated[Literal["none", "combat"], Flag("Data", "harmonize")] = "none"
+    """``combat`` removes shifts and scales of the numeric columns of each site; requires ``natural:COLUMN``."""
+    columns: ColumnNames = ()
+    """Columns to harmonize; if empty, all numeric inputs that are no covariates."""
+    covariates: ColumnNames = ()
+    """Inputs whose effects on the columns are preserved, such as ``age,sex``."""
+    empirical_bayes: bool = True
+    """Shrink the parameters of a site to those of all columns."""
+    mean_only: bool = False
+    """Remove only shifts."""
+    confounded: Literal["error", "allow"] = "error"
+    """Data whose labels differ strongly between sites, from which a part of the label would be removed: raise an error, or
+    allow them."""
 
 
 def text_columns(text: object) -> Any:
@@ -222,7 +251,7 @@ class DataSpec(Section):
     """Columns of a table that are inputs, in this order: ``age,income``; if empty, all numeric columns."""
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
-    task: Annotated[Literal["auto", "regression"], DATA] = "auto"
+    task: Annotated[str, AfterValidator(known_task), DATA] = "auto"
     """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to
@@ -260,6 +289,8 @@ class DataSpec(Section):
     """Folder with the files of that other data source."""
     text: TextSpec = TextSpec()
     """Columns and tokenizer of texts; a list of columns is accepted, too."""
+    harmonize: HarmonizeSpec = HarmonizeSpec()
+    """Harmonization of sites; ``combat`` alone is accepted, too."""
     reserve_test_samples: Annotated[int, Field(ge=0)] = 0
     """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
 
@@ -292,6 +323,11 @@ class DataSpec(Section):
             values["categories"] = [*values["categories"]]
         if isinstance(values.get("text"), str | list | tuple):
             values["text"] = {"columns": values["text"]}
+        harmonize = values.get("harmonize")
+        if isinstance(harmonize, str):
+            values["harmonize"] = {"method": harmonize}
+        elif isinstance(harmonize, dict) and harmonize:
+            values["harmonize"] = {"method": "combat", **harmonize}
         if isinstance(values.get("data"), str):
             values["data"] = as_text_source(values["data"], text_columns(values.get("text")))
         return values

@@ -1,8 +1,7 @@
-"""Task options of a run: regression loss and class weights."""
+"""Task options of a run: loss and class weights."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +11,7 @@ from unskew.data.column_statistics import NUMBER, balanced_class_weights
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
 from unskew.tasks.classification import Classification
-from unskew.tasks.regression import Regression
+from unskew.tasks.registry import TASKS, has_loss
 
 
 def apply_task_options(
@@ -25,7 +24,7 @@ def apply_task_options(
 
     Args:
         federation: Federation.
-        loss: ``auto``, or a regression loss.
+        loss: ``auto``, or a loss of the task.
         class_weights: A string for ``balanced_class_weights``, one weight per class, or None.
         counts: Samples of each class over all clients, ``[C]``; by default, they are counted here.
 
@@ -34,15 +33,13 @@ def apply_task_options(
     """
     objective = federation.objective
     if loss != "auto":
-        if not isinstance(objective, Regression):
-            raise ConfigError(
-                f"loss={loss} requires regression, but the task of {federation.name} is {federation.task}."
-            )
-        kind, _, text = loss.partition(":")
-        return replace(federation, trained_for=replace(objective, kind=kind, delta=huber_delta(text, loss)))
+        if not has_loss(objective, loss):
+            others = " or ".join(name for name, task in TASKS.items() if has_loss(task, loss))
+            raise ConfigError(f"loss={loss} requires {others}, but the task of {federation.name} is {federation.task}.")
+        return replace(federation, trained_for=objective.with_loss(loss))
     if class_weights is None:
         return federation
-    if federation.task != "classification":
+    if "one_class" not in objective.provides:
         raise ConfigError(
             f"class_weights require one class per sample, but the task of {federation.name} is {federation.task}."
         )
@@ -56,19 +53,3 @@ def apply_task_options(
         if len(weights) != federation.classes:
             raise ConfigError(f"class_weights has {len(weights)} weights, but there are {federation.classes} classes.")
     return replace(federation, trained_for=Classification(weights), stats_traffic=traffic)
-
-
-def huber_delta(text: str, loss: str) -> float:
-    """Parse the threshold at which the Huber loss becomes linear; 1 by default.
-
-    Args:
-        text: Text after ``huber:``.
-        loss: The complete loss option, for errors.
-    """
-    try:
-        delta = float(text or 1)
-    except ValueError:
-        delta = 0.0
-    if not 0 < delta < math.inf:
-        raise ConfigError(f"{loss!r}: write huber:DELTA with a number above 0, in standard deviations of the targets.")
-    return delta

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs
 from unskew.data.federation import Federation
+from unskew.data.harmonized_source import harmonized
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.spec import Unseen
 from unskew.errors import ConfigError, unknown_name
@@ -61,6 +62,7 @@ def split_partitioned(drawn: PartitionedSource, unseen: Unseen) -> Federation:
         unseen: Share of unseen clients, or their names.
     """
     mask = unseen_mask(unseen, drawn.parts.names, drawn.parts.clients, drawn.seed)
+    drawn = harmonized(drawn, drawn.only(np.flatnonzero(~mask)))
     training = drawn.only(np.flatnonzero(~mask))
     known = training.known()
     others = drawn.only(np.flatnonzero(mask)).federation(known)

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
+from unskew.tasks.classification import TRANSFORMERS_PADDING
+from unskew.tasks.registry import TASKS
 
 CHANNELS = (1, 3, 4)
 OFFSET_RATIO = 2.0**13
 """Ratio of mean to standard deviation above which float32, with 24 bits, has less than 11 bits for the differences."""
-TRANSFORMERS_PADDING = -100  # label of positions without a target in the package transformers
 
 
 def validate_client_names(names: Sequence[str], clients: int) -> tuple[str, ...]:
@@ -208,7 +209,7 @@ def mask_padding(x: Tensor, task: str) -> Tensor:
         x: Inputs.
         task: Name of the task.
     """
-    return torch.where(x == TRANSFORMERS_PADDING, -1, x) if task == "language" and x.dtype == torch.int64 else x
+    return torch.where(x == TRANSFORMERS_PADDING, -1, x) if TASKS[task].tokens and x.dtype == torch.int64 else x
 
 
 def as_channels_first(x: Tensor) -> Tensor:
@@ -232,80 +233,10 @@ def as_targets(values: object, who: str, task: str = "classification") -> Tensor
         who: Name of the data, for errors.
         task: Name of the task.
 
-    Returns:
-        Classes ``[n]`` as int64; for ``multilabel``, ``[n, L]`` of 0 and 1 as uint8; for ``language``, token ids ``[n,
-        L]``; for ``regression``, numbers ``[n, T]`` as float64.
-
     Raises:
         DataError: If shape or values do not match the task.
     """
-    y = as_tensor(values, f"The labels of {who} are not numeric")
-    if task == "regression":
-        y = y[:, None] if y.dim() == 1 else y
-        if y.dim() != 2 or not y.shape[1]:
-            raise DataError(
-                f"The targets of {who} have shape {tuple(y.shape)}. Regression requires [n] or [n, targets]."
-            )
-        y = y.to(torch.float64)
-        if not bool(torch.isfinite(y).all()):
-            raise DataError(f"The targets of {who} contain NaN or infinite values. Remove those samples.")
-        return y
-    if task == "multilabel":
-        if y.dim() != 2 or y.shape[1] < 1:
-            raise DataError(f"The labels of {who} have shape {tuple(y.shape)}. Multi-label data require [n, labels].")
-        if not bool(((y == 0) | (y == 1)).all()):
-            raise DataError(f"The labels of {who} must be 0 or 1, where 1 means that the sample has the label.")
-        return y.to(torch.uint8).contiguous()
-    if task == "language":
-        if y.dim() != 2 or y.is_floating_point():
-            raise DataError(
-                f"The targets of {who} must be integer token ids [n, L], with -1 for positions without a target."
-            )
-        return torch.where(y == TRANSFORMERS_PADDING, -1, y).to(torch.int64)
-    if y.dim() == 2 and y.shape[1] == 1:
-        y = y[:, 0]
-    if y.dim() != 1:
-        raise DataError(
-            f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample. "
-            'For several labels per sample, set task="multilabel".'
-        )
-    if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
-        raise DataError(
-            f"The labels of {who} are not integers, but classification requires class indices. For regression, use a "
-            'table with task=regression, or in Python Federation.from_arrays(..., task="regression").'
-        )
-    return y.to(torch.int64).contiguous()
-
-
-def check_targets(y: Tensor, classes: int, who: str, task: str = "classification", x: Tensor | None = None) -> None:
-    """Validate that targets match the number of classes.
-
-    Class indices and tokens must be in ``0 .. classes - 1``, or -1 for tokens; a matrix of labels must have ``classes``
-    columns.
-
-    Args:
-        y: Targets, ``[n]`` or ``[n, L]``.
-        classes: Number of classes.
-        who: Name of the data, for errors.
-        task: Name of the task.
-        x: Token ids of the samples, for a language model.
-
-    Raises:
-        DataError: If the targets do not match.
-    """
-    if task == "language":
-        if x is not None and (x.dtype != torch.int64 or x.shape != y.shape):
-            raise DataError(f"The texts of {who} must be token ids (int64) with the shape of their targets.")
-        if len(y) and (int(y.min()) < -1 or int(y.max()) >= classes):
-            raise DataError(f"The targets of {who} must be -1 or tokens from 0 to {classes - 1}.")
-    elif y.dim() == 2:
-        if y.shape[1] != classes:
-            raise DataError(f"The labels of {who} have {y.shape[1]} columns, but there are {classes} labels.")
-    elif len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
-        bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
-        raise DataError(
-            f"The labels of {who} contain {bad}, but with {classes} classes they must be 0 to {classes - 1}."
-        )
+    return TASKS[task].read(as_tensor(values, f"The labels of {who} are not numeric"), who)
 
 
 def check_classes(names: Sequence[str], who: str, task: str) -> None:
@@ -320,7 +251,7 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
         DataError: If there is only one class, or a class name cannot be printed.
     """
     check_printable((name for name in names if name), "class")
-    if task == "classification" and len(names) < 2:
+    if "one_class" in TASKS[task].provides and len(names) < 2:
         raise DataError(
             f"All samples of {who} have the same label, {', '.join(names)}, but a classifier needs two classes."
         )

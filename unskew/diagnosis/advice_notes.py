@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from unskew.diagnosis.evidence import load_evidence
+from unskew.diagnosis.evidence import MEASURED_TASKS, load_evidence
 from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 
 
@@ -67,6 +67,6 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
             "privacy whether the cohorts are large enough. The expected gains do not include the cost of noise: in "
             "docs/results/trust.md, SCAFFOLD did not survive it, and FedAvg lost 1.3 points at epsilon 8."
         )
-    if s.task in ("language", "multilabel"):
+    if s.task not in MEASURED_TASKS:
         lines.append(f"The benchmark has no federation for the task {s.task}: the expected gains are a guess.")
     return lines

@@ -156,12 +156,16 @@ def diagnose(
         "parameters": spec.size,
         "synthetic": source,
         "leaks": find_leaks(config.data_spec) if federation is None else [],
+        "harmonization": None if fed.harmonization is None else str(fed.harmonization),
         **{name: value for name, value in asdict(scope).items() if name not in ("clients", "shares", "tolerance")},
     }
     labels = label_skew_metrics(fed, ids)
     labels["feature_skew"] = feature_skew(lambda k: selected_samples(fed.clients[k], scope), ids, fed.classes)
     sites = site_differences(fed, ids, config.features)
     labels |= {"label_between": sites.label_between, "label_unexplained": sites.label_unexplained}
+    if fed.harmonization is not None:
+        before, after = fed.harmonization.between
+        labels |= {"harmonized_between_before": before, "harmonized_between_after": after}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
     return DiagnosisReport(details, labels, measured, sites, setting)
 

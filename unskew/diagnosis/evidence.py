@@ -15,9 +15,12 @@ from importlib.resources import files
 from typing import Any, Literal, Protocol, TypeVar
 
 from unskew.diagnosis.features import SkewFeatures
+from unskew.tasks.registry import TASKS
 
 View = Literal["global", "clients"]
 """Global model on test data, or clients on their own data with a personal model if the method has one."""
+MEASURED_TASKS = ("classification", "regression")
+"""Tasks of the federations of the benchmark."""
 PRIOR = 1.0
 """Weight of the mean over all federations; a federation with the same features has weight 1."""
 LARGEST = 10.0
@@ -62,7 +65,7 @@ def coordinates(features: SkewFeatures) -> dict[str, float | str | None]:
         "unequal sizes": 1.0 - features.even,
         "late updates": float(features.delayed),
         "kind of inputs": inputs,
-        "regression": float(features.task == "regression"),
+        "regression": float(TASKS[features.task].numeric_labels),
     }
 
 

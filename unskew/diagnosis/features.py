@@ -200,7 +200,7 @@ class SkewFeatures:
         gradient2 = metrics["gradient2"] or 0.0
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
         distance, chance = labels.get("label_distance_mean"), labels.get("label_distance_chance")
-        unknown = fed.objective.labeled and distance is None
+        unknown = "counts" in fed.objective.provides and distance is None
         layers = [m for m in setting.spec.module.modules() if isinstance(m, nn.Linear)]
         linear = sum(p.numel() for layer in layers for p in layer.parameters())
         return cls(

@@ -13,7 +13,7 @@ from unskew.data.frames import check_same_index
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.files import concatenate_tables
 from unskew.data.readers.images import decode_column
-from unskew.data.validation import as_targets, check_targets, mask_padding, normalize_inputs_layout, to_model_layout
+from unskew.data.validation import as_targets, normalize_inputs_layout, to_model_layout
 from unskew.errors import DataError, short_repr
 from unskew.generators import synthetic_dataset
 from unskew.measurements.heterogeneity import MeasurementScope, Pair, SyntheticOf, selected_samples
@@ -120,10 +120,10 @@ def validate_images(pair: object, federation: Federation, who: str) -> Pair:
         raise DataError(f"{who} must be a pair (x, y), not {type(pair).__name__}.")
     check_same_index(pair[0], pair[1], who)
     x, y = (
-        to_model_layout(mask_padding(normalize_inputs_layout(pair[0], who), "classification")),
+        to_model_layout(normalize_inputs_layout(pair[0], who)),
         as_targets(pair[1], who, federation.task),
     )
-    check_targets(y, federation.classes, who)
+    federation.objective.check(y, federation.classes, who)
     stored = federation.test[0].dtype
     same_type = x.dtype == stored or (x.is_floating_point() and stored.is_floating_point)  # of any precision
     if tuple(x.shape[1:]) != federation.shape or len(x) != len(y) or not same_type:

@@ -35,6 +35,7 @@ class BatchPlan:
     Attributes:
         batches: Sample indices of each step.
         weights: Weights of the rows of Poisson batches in each step; None for other batches.
+        augmentation: Generator of crops and flips; None without augmentation.
     """
 
     def __init__(
@@ -67,7 +68,7 @@ class BatchPlan:
         while len(self.batches) < steps:
             order = torch.randperm(num_samples, generator=draws)
             self.batches += [order[cut] for cut in cuts[: steps - len(self.batches)]]
-        self._augment = flips
+        self.augmentation = flips
 
     def to(self, device: torch.device) -> BatchPlan:
         """Move the index tensors to ``device``, in one transfer for all steps."""
@@ -78,14 +79,14 @@ class BatchPlan:
 
     def draw_augmentation(self) -> list[tuple[Tensor, Tensor]]:
         """Return the crop offsets ``[B, 2]`` and flips ``[B]`` of every step, the same that ``augment`` would draw."""
-        assert self._augment is not None, "this plan does not augment images"
-        return [draw_crop_and_flip(len(batch), PADDING, self._augment) for batch in self.batches]
+        assert self.augmentation is not None, "this plan does not augment images"
+        return [draw_crop_and_flip(len(batch), PADDING, self.augmentation) for batch in self.batches]
 
     def augment(self, x: Tensor) -> Tensor:
         """Crop and flip the images of the next step; must be called once per step, in order."""
-        if self._augment is None or x.dim() != 4:
+        if self.augmentation is None or x.dim() != 4:
             return x
-        offsets, flips = draw_crop_and_flip(len(x), PADDING, self._augment)
+        offsets, flips = draw_crop_and_flip(len(x), PADDING, self.augmentation)
         return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
 
 

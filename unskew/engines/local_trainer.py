@@ -24,6 +24,7 @@ from unskew.engines.client_inputs import (
     pack_update,
 )
 from unskew.engines.survey import CHUNK, forward, take_surveys
+from unskew.engines.training_checkpoint import CheckpointStore, TrainingCheckpoint
 from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.batch_norm import rejects_single_samples
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn, Model
@@ -247,13 +248,18 @@ class LocalTrainer:
             metrics={"loss": total / count},
         )
 
-    def train(self, broadcast: Broadcast) -> Update:
-        """Run the local training of one client from its broadcast."""
+    def train(self, broadcast: Broadcast, store: CheckpointStore | None = None) -> Update:
+        """Run the local training of one client from its broadcast.
+
+        Args:
+            broadcast: Message from the server.
+            store: Storage of checkpoints of the training, from which an interrupted one continues.
+        """
         number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)
         with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
-            return self._train(broadcast)
+            return self._train(broadcast, store)
 
-    def _train(self, broadcast: Broadcast) -> Update:
+    def _train(self, broadcast: Broadcast, store: CheckpointStore | None) -> Update:
         if broadcast.closing:
             return self.answer(broadcast)
         if broadcast.asks_loss:
@@ -276,7 +282,11 @@ class LocalTrainer:
         v = v_start.clone()
         moments = self.inputs.optimizer_state(broadcast, v)
         total = torch.zeros((), dtype=v.dtype, device=device)
-        for step, index in enumerate(plan.batches):
+        first, checkpoint = 0, None
+        if store is not None:
+            checkpoint = TrainingCheckpoint(store, setup.rules, carries, self.model, plan)
+            first, v, moments, total = checkpoint.restore(v, moments, total)
+        for step, index in enumerate(plan.batches[first:], first):
             x = self.inputs.normalize(plan.augment(take_rows(client.x, index)))
             at = torch.tensor(step)
             now = training.at(broadcast.round, step)
@@ -286,6 +296,8 @@ class LocalTrainer:
             trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
             v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, trainable)
             total += self.model.loss
+            if checkpoint is not None:
+                checkpoint.save_if_due(step + 1, v, moments, total)
 
         inputs["survey"] |= self.surveys("trained", broadcast, inputs, v, self.model.b)
         ctxs = contexts(inputs, ended=True)

@@ -25,6 +25,7 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.batches import BatchPlan
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.run_threads import Reply, Request, RunThread, current_thread
+from unskew.engines.training_checkpoint import CheckpointStore
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, SummedUpdate, Tensors, Update, replace_fields
@@ -144,10 +145,10 @@ class StackedTrainer(LocalTrainer):
     def _own(self, broadcast: Broadcast) -> tuple[LocalTrainer, Broadcast]:
         return self.trainers[self.setup.run_of(broadcast.client)], self.setup.origin(broadcast)[1]
 
-    def train(self, broadcast: Broadcast) -> Update:
+    def train(self, broadcast: Broadcast, store: CheckpointStore | None = None) -> Update:
         """Run the local training of one client."""
         trainer, own = self._own(broadcast)
-        return trainer.train(own)
+        return trainer.train(own, store)
 
     def inputs_of(self, broadcast: Broadcast, plan: BatchPlan) -> dict[str, Any]:
         """Return the training inputs of a client."""

@@ -108,7 +108,7 @@ class Generalization(Diagnostic):
     def _expected(self, losses: Tensor, client: ClientData) -> float:
         """Return the mean test loss, weighted to the client's class distribution."""
         y = self.evaluator.test[1].cpu()
-        if self.iid or y.dim() > 1:
+        if self.iid or "one_class" not in self.evaluator.task.provides:
             return float(losses.mean())
         classes = self.federation.classes
         shares = torch.bincount(client.y.cpu(), minlength=classes).to(torch.float64) / len(client.y)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +12,7 @@ import torch
 from unskew.data.federation import Federation
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import SimulatedExchange
-from unskew.sums.skew import SCALARS, SIZES, label_distances
+from unskew.sums.skew import SCALARS, SIZES, label_distance_by_chance, label_distances
 from unskew.sums.statistics import Metrics, Statistic, skew_metrics
 
 
@@ -78,7 +77,7 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
         ids: Clients whose labels are compared; ``effective_clients`` uses the sizes of all.
     """
     task, sizes = federation.objective, federation.sizes
-    classes = federation.classes if task.labeled else 0
+    classes = federation.classes if "counts" in task.provides else 0
     targets = [federation.clients[k].y for k in ids] if classes else []
     counts = [task.counts(y, classes) for y in targets]
     rows = [ClientRows(y=y, class_counts=partial(counts.__getitem__, i)) for i, y in enumerate(targets)]
@@ -91,24 +90,13 @@ def label_skew_metrics(federation: Federation, ids: Sequence[int]) -> Metrics:
 
 
 def effective_clients(total: float, squares: float) -> float:
-    """Return the effective number of clients from the sum of their sizes and the sum of the squares."""
-    return total**2 / squares if squares else 0.0
-
-
-def label_distance_by_chance(shares: np.ndarray, inverse_root: float) -> float:
-    """Return the mean label distance if clients of these sizes drew their labels from the overall class frequencies.
-
-    By the normal approximation, a frequency of ``n`` draws deviates by ``sqrt(2 q (1 - q) / (pi n))`` on average.
+    """Return the effective number of clients, ``(sum n_k)^2 / sum n_k^2``; 0 without samples.
 
     Args:
-        shares: Class frequencies ``q [C]`` of all clients together.
-        inverse_root: Mean of ``n^-1/2`` over clients, where ``n`` is a client's number of labels.
-
-    >>> round(label_distance_by_chance(np.full(10, 0.1), 100**-0.5), 3)
-    0.12
+        total: Sum of the sizes.
+        squares: Sum of their squares.
     """
-    spread = float(np.sqrt(shares * (1 - shares)).sum())
-    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * inverse_root)
+    return total**2 / squares if squares else 0.0
 
 
 def share_between(

@@ -37,7 +37,7 @@ class LocalModels(Diagnostic):
             accuracy += self.evaluator.evaluate_test(local, update.buffers).accuracy
             client = self.federation.clients[update.client]
             # Only single-label test sets can be weighted by classes; other tasks need held-out samples.
-            has_score = self.federation.task == "classification" or len(client.y_test) > 0
+            has_score = "one_class" in self.federation.objective.provides or len(client.y_test) > 0
             personal += (
                 self.evaluator.evaluate_client(local, update.buffers, client).accuracy if has_score else math.nan
             )

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.clients import ArrayClients
@@ -19,7 +18,6 @@ from unskew.measurements.label_skew import share_between
 from unskew.sums.base import SumRequest, Sums
 from unskew.sums.skew import input_values
 from unskew.sums.statistics import Metrics, Statistic
-from unskew.tasks.regression import Regression
 
 MANY = 10_000
 """Maximum number of clients that are all listed; with more, only the measured ones are."""
@@ -73,7 +71,8 @@ def site_differences(
     sums, squares = [], []  # of 1, the inputs and the targets
     for i, k in enumerate(ids):
         client = federation.clients[k]
-        t = _targets(federation, torch.cat([client.y, client.y_test]))
+        y = torch.cat([client.y, client.y_test])
+        t = federation.objective.distribution(y, federation.classes).numpy()
         x = np.zeros((len(t), 0)) if skipped else input_values(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]
@@ -197,9 +196,14 @@ class LabelVariance(Statistic):
 
 
 def input_columns(federation: Federation, features: Sequence[str]) -> tuple[list[str], list[int], np.ndarray]:
-    """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract."""
+    """Return the name of each input of a table, its number of codes (0 for a number), and the number to subtract.
+
+    Args:
+        federation: Data of all clients; only the kind of the inputs is used.
+        features: Input columns in order, if the user chose them.
+    """
     shape, encoders = federation.shape, federation.encoders
-    if federation.task == "language" or federation.test[0].dtype == torch.int64:
+    if federation.objective.tokens or federation.test[0].dtype == torch.int64:
         return [], [WIDEST + 1], np.zeros(1)
     width = int(np.prod(shape))
     if encoders:
@@ -211,13 +215,6 @@ def input_columns(federation: Federation, features: Sequence[str]) -> tuple[list
     known = federation.normalization
     center = np.zeros(width) if len(shape) > 1 or known is None else np.array(known.mean) / known.scale
     return named if len(shape) == 1 else [], [0] * width, center
-
-
-def _targets(federation: Federation, y: Tensor) -> np.ndarray:
-    """Return the targets ``[n, C]``; classes as 0 and 1. There are none for language models."""
-    if federation.task == "classification":
-        return F.one_hot(y.long(), federation.classes).double().numpy()
-    return y.double().numpy() if federation.task != "language" else np.zeros((len(y), 0))
 
 
 def _input_shifts(
@@ -254,15 +251,16 @@ def _outcomes(
     task, names = federation.objective, federation.names
     pooled = n @ mean / n.sum()
     title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
-    if federation.task == "language" or not mean.shape[1]:
+    if not mean.shape[1]:
         return [{} for _ in range(len(n) + 1)], {}
-    if isinstance(task, Regression):
+    if "counts" not in task.provides:
         means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])
         stds = np.sqrt((scatter / np.append(n, n.sum())[:, None].clip(1) - means**2).clip(0))
-        unit, origin = task.std[0], task.mean[0]
+        unit = task.std[0] if task.std else 1.0
+        in_units = task.truth(torch.from_numpy(means)).reshape(len(means), -1)[:, 0].tolist()
         outcomes: list[dict[str, Any]] = [
-            {"outcome": names[0], "mean": float(m * unit + origin), "std": float(std * unit)}
-            for m, std in zip(means[:, 0], stds[:, 0], strict=True)
+            {"outcome": names[0], "mean": m, "std": float(std * unit)}
+            for m, std in zip(in_units, stds[:, 0], strict=True)
         ]
         with np.errstate(divide="ignore", invalid="ignore"):
             return outcomes, dict(zip(names, ((mean - pooled) / stds[-1]).T, strict=True))
@@ -273,4 +271,4 @@ def _outcomes(
         {"outcome": f"{title} = {names[c]}", "share": float(share[c])}
         for c, share in zip(shown, (*mean, pooled), strict=True)
     ]
-    return outcomes, {title: np.abs(mean - pooled).sum(1) / (2 if federation.task == "classification" else len(pooled))}
+    return outcomes, {title: np.abs(mean - pooled).sum(1) / (2 if "one_class" in task.provides else len(pooled))}

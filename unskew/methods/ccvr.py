@@ -62,8 +62,7 @@ class CCVR(ClientRule):
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     survey_at: ClassVar[SurveyTime | None] = "final"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"
+    needs = ("one_class",)
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(0.001, 0.1), "samples": one_of(100, 500, 2000)}
 
     samples: Annotated[int, Field(ge=1)] = 200

@@ -56,7 +56,6 @@ class Dense(ServerRule):
 
     Attributes:
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
-        tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         start_round: First round, from 0, that ends with distillation; all later ones do too. Earlier rounds are FedAvg.
             A shorter run raises an error.
@@ -84,8 +83,7 @@ class Dense(ServerRule):
         "lambda_bn": log_range(0.1, 10.0),
         "lambda_adv": log_range(0.5, 1.0),
     }
-    needs = ("individual",)
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs = ("one_class", "individual")
     tasks_reason: ClassVar[str] = "each image that it generates has one class"
 
     start_round: Annotated[int, Field(ge=0)] = 0

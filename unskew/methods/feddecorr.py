@@ -34,8 +34,7 @@ class FedDecorr(ClientRule):
     """Decorrelation of features.
 
     Attributes:
-        tasks: Supported tasks.
-        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         beta: Weight of the term, as in the authors' code and scripts; 0 is FedAvg.
         form: The term of the authors' code, or of the ``paper``. The first is about ``B`` times the second.
         scale: Additional factor of the term.
@@ -46,8 +45,7 @@ class FedDecorr(ClientRule):
     paper: ClassVar[str] = "Shi et al. 2022, arXiv:2210.00226"
     # The authors use 0.1, FedCOG's comparison 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.01, 0.5)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
-    tasks_reason: ClassVar[str] = "it needs one feature vector per sample"
+    needs = ("vector",)
 
     beta: Annotated[float, Field(ge=0)] = 0.1
     form: Literal["authors", "paper"] = "authors"

@@ -44,7 +44,7 @@ class FedDisco(ClientRule):
     summary: ClassVar[str] = "smaller weights for clients with skewed classes"
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2305.19229"
     supports_delays: ClassVar[bool] = False
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs = ("one_class",)
     tasks_reason: ClassVar[str] = "its weights compare the shares of classes"
     # Around the defaults.
     spaces: ClassVar[Mapping[str, Space]] = {"a": uniform_range(0.1, 0.9), "b": uniform_range(0.0, 0.3)}

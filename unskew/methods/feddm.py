@@ -51,7 +51,6 @@ class FedDM(ClientRule, ServerRule):
     Attributes:
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         sends_model: False, because clients send only their images.
-        tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         images: Synthetic inputs for each class of a client.
         start: Initialize images with ``real`` inputs of the class, the ``average`` of ten of them, or ``noise``.
@@ -73,9 +72,8 @@ class FedDM(ClientRule, ServerRule):
     uploads: ClassVar[bool] = True
     # One decade on each side of the paper's 1 and 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log_range(0.1, 10.0), "server_lr": log_range(1e-3, 0.1)}
-    needs = ("individual",)
+    needs = ("one_class", "individual")
     sends_model: ClassVar[bool] = False
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "each of its images has one class"
 
     images: Whole = 10

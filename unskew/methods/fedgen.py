@@ -55,7 +55,6 @@ class FedGen(ClientRule):
     """Data-free distillation through a generator of features.
 
     Attributes:
-        tasks: Supported tasks.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         a: Weight of the cross-entropy on generated features. ``a=0,b=0`` is FedAvg.
@@ -82,9 +81,8 @@ class FedGen(ClientRule):
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     # One decade on each side of the original's 10.
     spaces: ClassVar[Mapping[str, Space]] = {"a": log_range(1.0, 100.0), "b": log_range(1.0, 100.0)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "each feature that it generates has one class"
-    needs = ("individual",)
+    needs = ("one_class", "individual")
 
     a: NonNegative = 10.0
     b: NonNegative = 10.0

@@ -30,8 +30,7 @@ class FedNTD(ClientRule):
     """Not-true distillation.
 
     Attributes:
-        tasks: Supported tasks.
-        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         beta: Weight of the distillation; 0 is FedAvg.
         tau: Temperature of both softmaxes.
     """
@@ -41,8 +40,7 @@ class FedNTD(ClientRule):
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"
+    needs = ("one_class",)
 
     beta: Annotated[float, Field(ge=0)] = 1.0
     tau: Annotated[float, Field(gt=0)] = 1.0

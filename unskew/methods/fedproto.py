@@ -57,8 +57,7 @@ class FedProto(ClientRule, SyncRule, ServerRule):
     name: ClassVar[str] = "fedproto"
     summary: ClassVar[str] = "own models, whose features are pulled towards common class means"
     paper: ClassVar[str] = "Tan et al. 2021, arXiv:2105.00243"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it needs one class per sample"
+    needs = ("one_class",)
     weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"present": (0.0, 1.0)}

@@ -44,7 +44,7 @@ class FedReg(ClientRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        tasks: Supported tasks.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         gamma: Share of the local model in the point ``m`` at which the gradient is taken.
         eta_s: Step size of the pseudo data.
@@ -59,7 +59,7 @@ class FedReg(ClientRule):
     # Around the paper's 0.5 and 0.1.
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": uniform_range(0.25, 0.75), "eta_s": log_range(0.01, 1.0)}
     weights: ClassVar[Weights | None] = "uniform"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs = ("one_class",)
     tasks_reason: ClassVar[str] = "it labels pseudo data with a softmax, which assumes one class per sample"
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5

@@ -61,7 +61,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
     name: ClassVar[str] = "heterofl"
     summary: ClassVar[str] = "clients train narrower parts of the model, always the first units"
     paper: ClassVar[str] = "Diao et al. 2021, arXiv:2010.01264"
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
+    needs = ("vector",)
     weights: ClassVar[Weights | None] = "uniform"
     rolling: ClassVar[bool] = False
 
@@ -116,7 +116,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's training samples per class, if absent classes are masked; they stay at the client."""
-        masks = self.mask_labels and data.task.name == "classification"
+        masks = self.mask_labels and "one_class" in data.task.provides
         return LogitAdjustment.client_info(self, data) if masks else {}
 
     def exchanged_slices(

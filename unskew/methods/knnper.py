@@ -96,9 +96,8 @@ class KNNPer(ClientRule, PartialSharing):
     name: ClassVar[str] = "knnper"
     summary: ClassVar[str] = "the global model, mixed with the labels of the client's nearest samples"
     paper: ClassVar[str] = "Marfoq et al. 2022, arXiv:2111.09360"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
-    needs = ("final_training",)
+    needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}

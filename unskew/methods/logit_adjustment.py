@@ -7,7 +7,6 @@ terms of other client rules (``moon``, ``feddecorr``) remain. The model itself, 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -27,12 +26,10 @@ class LogitAdjustment(ClientRule):
     """Cross-entropy of logits that depend on the client's class counts.
 
     Attributes:
-        tasks: Supported tasks.
-        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
     """
 
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
-    tasks_reason: ClassVar[str] = "it needs exactly one true class per sample"
+    needs = ("one_class",)
 
     @property
     def neutral(self) -> bool:

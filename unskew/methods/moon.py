@@ -39,8 +39,7 @@ class Moon(ClientRule):
     """Model-contrastive learning.
 
     Attributes:
-        tasks: Supported tasks.
-        tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         mu: Weight of the contrastive loss; 0 removes it. The default is that of the authors' code, which recommends
             tuning it in 0.001 to 10.
         temperature: Temperature ``T`` of the contrastive loss.
@@ -55,8 +54,7 @@ class Moon(ClientRule):
     paper: ClassVar[str] = "Li et al. 2021, arXiv:2103.16257"
     # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison uses 0.01. The temperatures are the paper's grid.
     spaces: ClassVar[Mapping[str, Space]] = {"mu": log_range(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "regression")
-    tasks_reason: ClassVar[str] = "it needs one feature vector per sample"
+    needs = ("vector",)
 
     mu: Annotated[float, Field(ge=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5

@@ -423,10 +423,12 @@ def describe_method(name: str) -> dict[str, Any]:
         ConfigError: If there is no such method, or a plugin cannot be loaded.
     """
     from unskew.protocol.method import class_slots
+    from unskew.tasks.registry import tasks_with
 
     cls = rule_class(name)
     try:
-        needs = "individual" if "individual" in cls().needs else "sum"
+        rule = cls()
+        needs = "individual" if "individual" in rule.needs else "sum"
         texts = {"summary": cls.summary, "paper": cls.paper}
     except (AttributeError, TypeError) as error:  # a plugin with options that have no defaults
         raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
@@ -435,7 +437,7 @@ def describe_method(name: str) -> dict[str, Any]:
         "slots": class_slots(cls),
         "summary": texts["summary"],
         "needs": needs,
-        "tasks": list(cls.tasks),
+        "tasks": tasks_with(rule.needs),
         "delays": cls.supports_delays,
         "options": option_defaults(cls),
         "meanings": option_meanings(cls),

@@ -53,7 +53,7 @@ class VHL(DataRule, ClientRule):
     """Virtual homogeneity learning.
 
     Attributes:
-        tasks: Supported tasks.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         source: Noise around a random center per class, for inputs of any shape; for images, on an 8 × 8 grid that is
             enlarged, as in the authors' code. ``style`` draws images from an untrained style-based generator, similar
@@ -72,7 +72,7 @@ class VHL(DataRule, ClientRule):
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs = ("one_class",)
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with virtual samples of its class"
 
     source: Literal["gaussian", "style"] = "gaussian"

@@ -131,6 +131,15 @@ class BoundModel:
         for counter, initial in self._counters:
             counter.copy_(initial)
 
+    def mutable_state(self) -> dict[str, Tensor]:
+        """Return the buffers ``[m]`` and the step counters, not copied."""
+        return {"b": self.b, **{f"counter-{n}": counter for n, (counter, _) in enumerate(self._counters)}}
+
+    def restore(self, state: dict[str, Tensor]) -> None:
+        """Restore the result of ``mutable_state``."""
+        for name, tensor in self.mutable_state().items():
+            tensor.copy_(state[name])
+
     def _switch(self, train: bool) -> None:
         """Set training or eval mode if it changes; iterating over all layers costs as much as a small forward pass."""
         if self.module.training is not train:

@@ -1,6 +1,11 @@
 """Requirements of rules, by name."""
 
+from typing import Any
+
+from unskew.tasks.base import PROVIDED
+
 NEEDS = {
+    **PROVIDED,
     "individual": "the server half reads single updates; without it sums suffice, as under secure aggregation",
     "sent_model": "each update comes with the model that its client received, as update.start",
     "sent_statistics": "each update comes with the buffers that its client received, as update.b_start, if buffers are "
@@ -13,3 +18,9 @@ NEEDS = {
     "mean_model": "the evaluated model is the mean of the clients' whole models, including slices that were not exchanged",
     "final_training": "clients train once more from the final model and use the result as their personal models",
 }
+"""What a rule may need: the names of ``PROVIDED`` of the task, the others of the simulation."""
+
+
+def why_tasks(rule: Any) -> str:
+    """Return the reason why a rule does not support all tasks, as a clause that follows "because"."""
+    return rule.tasks_reason or f"it needs {next((NEEDS[what] for what in rule.needs if what in PROVIDED), '')}"

@@ -45,11 +45,9 @@ class Rule:
     ``weights(federation_info, cohort)`` that computes the weights of a round's
     clients; None if the rule does not choose one."""
 
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel", "language", "regression")
-    """Tasks that the rule supports."""
-
     tasks_reason: ClassVar[str] = ""
-    """Reason why other tasks are not supported: a clause that follows "because"."""
+    """Reason why tasks that do not provide what ``needs`` names are not supported: a clause that follows "because". By
+    default, that it needs this."""
 
     supports_delays: ClassVar[bool] = True
     """False if the rule needs all updates of a round in the same round, so that it conflicts with ``network.delay``."""

@@ -44,7 +44,7 @@ def config_from_arguments(
                 )
         values = {**names, **values}
     if federation is not None and model is None and "model" not in options and len(federation.shape) == 1:
-        texts = federation.test[0].dtype == torch.int64 and federation.task == "classification"
+        texts = federation.test[0].dtype == torch.int64 and "one_class" in federation.objective.provides
         values["model"] = "text-mlp" if texts else "table-mlp"
     if model is not None:
         named = isinstance(model, str | Mapping)

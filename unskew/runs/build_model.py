@@ -43,7 +43,7 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             DTYPES[config.precision],
             torch.int64 if x.dtype == torch.int64 else None,
             autocast=config.precision == "bf16",
-            per_token=federation.task == "language",
+            per_token="vector" not in federation.objective.provides,
         )
 
     with torch.random.fork_rng(devices=[]):

@@ -85,7 +85,8 @@ def check_coefficients(config: Experiment, federation: Federation, built_in: boo
         ConfigError: If the model or the data do not fit.
     """
     name, inputs = config.model if built_in else "an object", len(Design(federation).columns) - 1
-    binary = federation.task == "classification" and federation.classes == 2 and len(federation.shape) == 1
+    one_class = "one_class" in federation.objective.provides
+    binary = one_class and federation.classes == 2 and len(federation.shape) == 1
     if name != "logistic" or not binary or inputs > MOST_INPUTS:
         raise ConfigError(
             f"coefficients requires the model logistic, a table with two classes, and at most {MOST_INPUTS} numbers and "

@@ -9,7 +9,6 @@ import numpy as np
 
 from unskew.data.federation import Federation
 from unskew.runs.metrics import RunMetrics
-from unskew.runs.prediction_curves import classifier_curves
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.server import Server
 from unskew.tasks.intervals import NORMAL_95, interval_fields, metric_interval, wilson_interval
@@ -26,7 +25,7 @@ class FinalEvaluation:
 
     Attributes:
         fields: Intervals and class support, for ``summary.json``.
-        curves: Curves of a classifier; empty without requested metrics.
+        curves: Curves of the task, such as those of a classifier with requested metrics.
         warning: Warning about probabilities that are far from the observed share, or None.
     """
 
@@ -49,24 +48,23 @@ def evaluate_final_model(
     """
     task, federation, wanted = evaluator.task, evaluator.federation, metrics.computed
     size, prefix = len(evaluator.test[1]), "kept_" if best else ""
-    if task.name == "language" or not size:
+    if "vector" not in task.provides or not size:
         return FinalEvaluation()
     support = {"test_samples": size, **class_support(federation)}
-    if task.name == "classification" and not wanted and federation.classes > 2:  # saves the predictions
+    if "one_class" in task.provides and not wanted and federation.classes > 2:  # saves the predictions
         interval = None if accuracy is None else wilson_interval(round(accuracy * size), size)
         return FinalEvaluation(interval_fields(prefix + task.scored, interval) | support)
     y, scores = evaluator.test_scores(*server.selection.evaluated)
     fields = support
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
-    curves = classifier_curves(y, scores, wanted) if wanted.known else {}
     warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
-    return FinalEvaluation(fields, curves, warning)
+    return FinalEvaluation(fields, task.curves(y, scores, wanted), warning)
 
 
 def class_support(federation: Federation) -> dict[str, Any]:
     """Return the test samples of each class or label as the field ``support``; empty if there are none or too many."""
-    if not federation.objective.labeled or federation.classes > MOST_CLASSES:
+    if "counts" not in federation.objective.provides or federation.classes > MOST_CLASSES:
         return {}
     return {"support": federation.objective.named_counts(federation.test[1], federation.names)}
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from unskew.config.experiment import Experiment
 from unskew.data.csv_format import CsvConfig, csv_spec
 from unskew.data.federation import Federation
+from unskew.data.harmonize import Harmonization
 from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT
 from unskew.data.readers.encoders import Encoder
@@ -23,12 +24,9 @@ from unskew.data.spec import parse_split
 from unskew.errors import CheckpointError, DataError
 from unskew.filesystem import write_atomic
 from unskew.json_models import read_model
-from unskew.runs.metrics import training_weights
 from unskew.tasks.base import Task
-from unskew.tasks.classification import Classification
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.registry import TASKS
-from unskew.tasks.regression import Regression
 
 NAME = "inputs.json"
 Finite = Annotated[float, Field(allow_inf_nan=False)]
@@ -73,16 +71,19 @@ class InputSpec(BaseModel):
         classes: Number of outputs.
         class_names: Names of the outputs; may be empty.
         normalization: Normalization of inputs, or None.
-        targets: Mean and standard deviation of each regression target.
         columns: Encoding of each column of a table with mixed column types.
         features: Input columns of a table, in order.
         image: Column with image paths, or None.
         text: Columns with texts.
         tokenizer: Tokenizer of texts.
         block: Maximum length of a text in tokens.
+        harmonization: Harmonization of the columns of each site, before they are encoded; None without it.
         csv: Format of CSV files, for properties that are not detected automatically.
         label: Column of the labels.
         label_separator: Separator of several labels in the label column, or None.
+        positive: Name of the positive one of two classes, if it is configured.
+        constants: Constants of the task, such as mean and standard deviation of each target, or class weights.
+        split_group: Column whose values the run kept together, or None.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -93,18 +94,18 @@ class InputSpec(BaseModel):
     classes: Annotated[int, Field(ge=1, le=1 << 30)]
     class_names: tuple[str, ...] = ()
     normalization: StandardizedTask | None = None
-    targets: StandardizedTask | None = None
     columns: tuple[InputColumn, ...] = ()
     features: tuple[str, ...] = ()
     image: str | None = None
     text: tuple[str, ...] = ()
     tokenizer: str | None = None
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
+    harmonization: Harmonization | None = None
     csv: CsvConfig = CsvConfig()
     label: str | None = None
     label_separator: str | None = None
     positive: str | None = None
-    class_weights: tuple[Annotated[float, Field(gt=0, allow_inf_nan=False)], ...] = ()
+    constants: dict[str, tuple[Finite, ...]] = {}
     split_group: str | None = None
 
     @property
@@ -137,14 +138,21 @@ class InputSpec(BaseModel):
     @property
     def objective(self) -> Task:
         """Task for which the model was trained."""
-        if self.task == "regression" and self.targets is not None:
-            return Regression(mean=self.targets.mean, std=self.targets.std)
-        return Classification(trained_with=self.class_weights) if self.class_weights else TASKS[self.task]
+        return TASKS[self.task].with_constants(self.constants, self.classes)
+
+    @property
+    def class_weights(self) -> tuple[float, ...]:
+        """Class weights of the training; empty if there were none."""
+        return self.constants.get("class_weights", ())
 
     @property
     def positive_class(self) -> str | None:
         """Name of the positive one of two classes; None with more classes and other tasks."""
-        return self.names[self.metrics.positive] if self.task == "classification" and self.classes == 2 else None
+        return (
+            self.names[self.metrics.positive]
+            if self.classes == 2 and "one_class" in TASKS[self.task].provides
+            else None
+        )
 
     @property
     def metrics(self) -> MetricSet:
@@ -172,27 +180,26 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
     kinds: dict[torch.dtype, Kind] = {torch.uint8: "uint8", torch.int64: "tokens"}
     numbers = [column for column, done in federation.columns.items() if done.startswith(INPUT)]
     texts, objective = is_text(config.data), federation.objective
-    targets = StandardizedTask(mean=objective.mean, std=objective.std) if isinstance(objective, Regression) else None
     return InputSpec(
         task=federation.task,
         shape=federation.shape,
         kind=kinds.get(x.dtype, "float"),
         classes=federation.classes,
         # Unlabeled texts have no classes; the federation's class names are then names of text groups.
-        class_names=() if federation.task == "language" else federation.class_names,
+        class_names=() if objective.tokens else federation.class_names,
         normalization=None if known is None else StandardizedTask(mean=known.mean, std=known.std, scale=known.scale),
-        targets=targets,
         columns=tuple(InputColumn(**asdict(encoder)) for encoder in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
         image=config.image if x.dim() == 4 else None,
         text=(spec.text.columns or ("text",)) if texts else (),
         tokenizer=spec.text.tokenizer if texts else None,
         block=spec.text.block,
+        harmonization=federation.harmonization,
         csv=config.csv,
         label=config.label,
         label_separator=config.label_separator,
         positive=config.positive,
-        class_weights=training_weights(objective),
+        constants=objective.constants,
         split_group=None if config.split_by is None else parse_split(config.split_by).group,
     )
 
@@ -226,20 +233,18 @@ def read_inputs(folder: Path) -> InputSpec:
         )
     inputs = read_model(path, InputSpec)
     try:
-        named = inputs.class_names if inputs.task != "language" else ()  # earlier runs stored text groups here
-        if named and len(named) != inputs.classes:
+        if inputs.task not in TASKS:
+            raise ValueError("this version does not support the task")
+        if inputs.class_names and len(inputs.class_names) != inputs.classes:
             raise ValueError("the number of class names differs from the number of classes")
         if math.prod(inputs.shape) > 1 << 30:
             raise ValueError("the input shape is too large")
         known = inputs.known
         if known is not None and not len(known.mean) == len(known.std) == inputs.shape[0]:
             raise ValueError("the number of means or standard deviations differs from the number of channels")
-        if inputs.task not in TASKS or (inputs.task == "regression") != (inputs.targets is not None):
-            raise ValueError("this version does not support the task")
+        TASKS[inputs.task].with_constants(inputs.constants, inputs.classes)
         if inputs.positive is not None and (inputs.positive not in inputs.names or inputs.classes != 2):
             raise ValueError("the positive class is not one of two classes")
-        if inputs.class_weights and (inputs.task != "classification" or len(inputs.class_weights) != inputs.classes):
-            raise ValueError("the number of class weights differs from the number of classes")
     except (ValueError, DataError) as error:
         raise CheckpointError(f"{path} is corrupted: {error}.") from error
     return inputs

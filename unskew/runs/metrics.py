@@ -15,9 +15,7 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import RESERVED_METRICS
-from unskew.tasks.base import Task
-from unskew.tasks.classification import Classification
-from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
+from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
 from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
@@ -77,11 +75,12 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
-    if known and task.name != "classification":
+    if known and known[0] not in task.requestable:
         raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
-    two_classes = task.name == "classification" and len(names) == 2
+    one_class = "one_class" in task.provides
+    two_classes = one_class and len(names) == 2
     if config.positive is not None and not (two_classes and config.positive in names):
-        classes = f" of the classes {', '.join(names[:20])}" if task.name == "classification" else ""
+        classes = f" of the classes {', '.join(names[:20])}" if one_class else ""
         raise ConfigError(f"positive={config.positive} must be one of two classes, but {where}{classes}.")
     two_only = [entry for entry in known if entry in TWO_CLASSES]
     if two_only and len(names) != 2:
@@ -90,24 +89,23 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     name = task.scored if objective == AUTO else metric_name(objective)
     if is_custom_metric(objective) and name not in own:
         own[name] = metric_function(objective)
-    if own and task.name == "language":
+    if own and "vector" not in task.provides:
         raise ConfigError(
             f"The metric {next(iter(own))} needs one value per sample, but {where}. Use loss or perplexity."
         )
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.extra_metrics, *own]
-    if task.name == "classification":
-        possible += metric_names([entry for entry in METRICS if entry not in TWO_CLASSES], names)
+    possible += metric_names([entry for entry in task.requestable if entry not in TWO_CLASSES], names)
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
         raise ConfigError(f"objective={name} is not available: {where}. Available: {', '.join(few)}{more}.")
     base_name = "recall" if name.startswith(RECALL) else name
-    if base_name in METRICS and base_name not in known:
+    if base_name in task.requestable and base_name not in known:
         known.append(base_name)
     index = 1 if config.positive is None else names.index(config.positive)
     with_intervals = tuple(dict.fromkeys(metric for metric in (task.scored, name) if metric not in (WORST, *own)))
-    computed = MetricSet(tuple(known), own, tuple(names), index, training_weights(task), with_intervals)
+    computed = MetricSet(tuple(known), own, tuple(names), index, task.weights, with_intervals)
     directions = {entry: metric_direction(f) for entry, f in own.items()}
     positive = names[index] if two_classes else None
     return RunMetrics(metric_info(name, directions, positive), task.scored, computed, positive)
@@ -126,7 +124,7 @@ def objective_warnings(metrics: RunMetrics, config: Experiment, federation: Fede
         return [
             "The test R² says nothing: all targets in the test set are equal. Use a larger test set or objective=mae."
         ]
-    if federation.task != "classification":
+    if "one_class" not in federation.objective.provides:
         return []
     if missing := missing_classes(name, y, federation.names):
         return [
@@ -156,7 +154,8 @@ def check_objective_on_held_out(metrics: RunMetrics, config: Experiment, federat
         ConfigError: If the objective is undefined because a class has no held-out sample.
     """
     name = metrics.objective.name
-    if federation.task != "classification" or not missing_classes(name, np.zeros(0, np.int64), federation.names):
+    one_class = "one_class" in federation.objective.provides
+    if not one_class or not missing_classes(name, np.zeros(0, np.int64), federation.names):
         return
     clients = evaluated_clients(len(federation.clients), config.eval_clients, config.seed)
     y = np.concatenate([federation.clients[k].y_test.cpu().numpy() for k in clients])
@@ -166,11 +165,6 @@ def check_objective_on_held_out(metrics: RunMetrics, config: Experiment, federat
             f"class {', '.join(missing)}. Set objective=balanced_accuracy, increase holdout, or provide more rows of this "
             "class."
         )
-
-
-def training_weights(task: Task) -> tuple[float, ...]:
-    """Return the class weights with which a model is trained; empty if there are none."""
-    return task.weights if isinstance(task, Classification) else ()
 
 
 def metric_function(value: MetricLike) -> OwnMetric:

@@ -14,7 +14,6 @@ from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, DataError
 from unskew.progress import report_progress
 from unskew.runs.input_spec import InputSpec
-from unskew.tasks.regression import Regression
 
 BATCH = 256
 PADDING = -1
@@ -46,17 +45,12 @@ class Predictor:
                 ``inputs.features``; or rows of token ids, padded with -1.
 
         Raises:
-            ConfigError: If the model was trained for regression.
+            ConfigError: If the model predicts no probabilities, as for regression.
             DataError: If the inputs have the wrong shape or type, or contain NaN.
         """
-        if self.numbers:
-            raise ConfigError("A regression model has no probabilities. Use predict instead of predict_proba.")
+        if self.inputs.objective.output_kind != "probabilities":
+            raise ConfigError(f"A {self.inputs.task} model has no probabilities. Use predict instead of predict_proba.")
         return self.outputs(x)
-
-    @property
-    def numbers(self) -> bool:
-        """Return whether the model predicts numbers (regression) instead of classes."""
-        return self.inputs.task == "regression"
 
     def outputs(self, x: object) -> np.ndarray:
         """Predict probabilities ``[n, C]``, or regression targets ``[n, T]`` in their original units.
@@ -69,8 +63,7 @@ class Predictor:
         """
         if not len(x):  # type: ignore[arg-type]
             return np.zeros((0, self.inputs.classes))
-        ready, task = self.prepared(x), self.inputs.objective
-        transform = task.restored if isinstance(task, Regression) else task.probabilities
+        ready, transform = self.prepared(x), self.inputs.objective.outputs
         with torch.no_grad():
             parts: list[Tensor] = []
             for part in torch.split(ready, BATCH):
@@ -95,30 +88,17 @@ class Predictor:
         """
         return self.labels(self.outputs(x))
 
-    def labels(self, probabilities: np.ndarray, threshold: float | None = None) -> list[Any]:
-        """Convert probabilities ``[n, C]`` to class names; regression outputs ``[n, T]`` are returned as numbers.
+    def labels(self, outputs: np.ndarray, threshold: float | None = None) -> list[Any]:
+        """Convert outputs ``[n, C]`` to predictions: class names, lists of labels, or numbers.
 
         Args:
-            probabilities: Outputs of the model.
+            outputs: Outputs of the model.
             threshold: Smallest probability for which the positive one of two classes, or a label, is predicted.
 
         Raises:
             ConfigError: If ``threshold`` is given and the model has more than two classes or predicts numbers.
         """
-        names = self.class_names
-        if threshold is not None:
-            if self.inputs.task == "multilabel":
-                return [[names[k] for k in np.flatnonzero(row >= threshold)] for row in probabilities]
-            if self.numbers or len(names) != 2:
-                raise ConfigError("A threshold needs a model with two classes or a multi-label model; remove it.")
-            positive = self.inputs.metrics.positive
-            return [names[positive if p >= threshold else 1 - positive] for p in probabilities[:, positive]]
-        if self.numbers:
-            numbers: list[Any] = (probabilities[:, 0] if probabilities.shape[1] == 1 else probabilities).tolist()
-            return numbers
-        if self.inputs.task == "multilabel":
-            return [[names[k] for k in np.flatnonzero(row > 0.5)] for row in probabilities]
-        return [names[k] for k in self.inputs.metrics.decided(probabilities)]
+        return self.inputs.objective.decisions(outputs, self.inputs.metrics, threshold)
 
     def prepared(self, x: object) -> Tensor:
         """Convert inputs to a tensor of the model's shape and type, before normalization."""

@@ -196,7 +196,7 @@ def epochs_per_round(prepared: PreparedData) -> float:
 
 def counted_class_names(federation: Federation) -> tuple[str, ...]:
     """Return the classes that ``clients.jsonl`` counts per client; empty if there are too many classes or clients."""
-    if not federation.objective.labeled:
+    if "counts" not in federation.objective.provides:
         names = () if federation.text_groups is None else federation.text_groups[1]
     else:
         names = federation.class_names or tuple(map(str, range(federation.classes)))

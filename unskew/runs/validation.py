@@ -19,7 +19,7 @@ from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.registry import MODELS
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.requirements import NEEDS
+from unskew.protocol.requirements import NEEDS, why_tasks
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.runs.build_model import ModelLike, initial_spec
@@ -27,6 +27,7 @@ from unskew.runs.coefficients import check_coefficients
 from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
+from unskew.tasks.registry import tasks_with
 
 
 def resolve_run(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ResolvedRun:
@@ -221,10 +222,10 @@ def check_task(method: Method, federation: Federation) -> None:
     task = federation.task
     for rule in method.rules:
         check_declarations(rule)
-        if task not in rule.tasks:
-            reason = f", because {rule.tasks_reason}" if rule.tasks_reason else ""
+        if task not in (supported := tasks_with(rule.needs)):
             raise ConfigError(
-                f"{rule.name} does not support the task {task!r}{reason}. Supported tasks: {', '.join(rule.tasks)}."
+                f"{rule.name} does not support the task {task!r}, because {why_tasks(rule)}. Supported tasks: "
+                f"{', '.join(supported)}."
             )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,10 @@ from unskew.data.readers.names import clean_name
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
-from unskew.tasks.classification import MultiLabel
+from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import interval_fields, metric_interval
-from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES
-from unskew.tasks.regression import regression_metrics, regression_sums
 
 ALL = "all"
-MOST_RECALLS = 10
-"""Maximum number of classes whose recalls and numbers of rows are listed."""
 
 
 def evaluate_rows(
@@ -49,7 +44,7 @@ def evaluate_rows(
         ConfigError: If images have no column ``by``.
         DataError: If labels are missing, or have a class that the model does not know.
     """
-    y = encode_row_labels(rows, inputs, path)
+    y, task = encode_row_labels(rows, inputs, path), inputs.objective
     groups = [(ALL, np.arange(len(y)))]  # pairs: a site may be called like the group of all rows
     if by is not None:
         if rows.table is None:
@@ -65,21 +60,21 @@ def evaluate_rows(
     evaluated = []
     for name, own in groups:
         row: dict[str, Any] = {"group": name, "rows": len(own)}
-        if inputs.objective.labeled and inputs.classes <= MOST_RECALLS:
-            counts = inputs.objective.named_counts(torch.from_numpy(y[own]), inputs.names)
+        if "counts" in task.provides and inputs.classes <= MOST_RECALLS:
+            counts = task.named_counts(torch.from_numpy(y[own]), inputs.names)
             row |= {f"support/{label}": count for label, count in counts.items()}
-        for metric, value in nan_to_none(compute_metrics(outputs[own], y[own], inputs)).items():
+        for metric, value in nan_to_none(task.metrics_of_outputs(y[own], outputs[own], inputs.metrics)).items():
             row[metric] = value
             if intervals:
                 dependent = None if units is None else units[own]
-                interval = metric_interval(metric, inputs.objective, y[own], outputs[own], inputs.metrics, dependent)
+                interval = metric_interval(metric, task, y[own], outputs[own], inputs.metrics, dependent)
                 row |= interval_fields(metric, None if value is None else interval)
         evaluated.append(row)
     return evaluated
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
-    """Return the labels of rows as class indices ``[n]`` or binary labels ``[n, L]``, or regression targets ``[n, T]``.
+    """Return the labels of rows as class indices ``[n]``, binary labels ``[n, L]``, or the numbers of the task.
 
     Args:
         rows: Rows of the file.
@@ -95,7 +90,8 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         label_names, ys = np.unique(folders, return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
-        wanted = inputs.class_names if inputs.task == "regression" else (inputs.label,)
+        task = inputs.objective
+        wanted = inputs.class_names if task.numeric_labels else (inputs.label,)
         for name in wanted:
             if name is None:
                 raise ConfigError(
@@ -106,8 +102,9 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
                 raise DataError(
                     f"{path}: {unknown_name('column', name, rows.table.column_names)} The label column is required."
                 )
-        if inputs.task == "regression":
-            return np.asarray(read_targets({str(path): rows.table}, inputs.class_names).ys[0])
+        if task.numeric_labels:
+            (numbers,) = read_targets({str(path): rows.table}, inputs.class_names)
+            return np.asarray(task.read(torch.from_numpy(numbers), str(path)))
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
         known = metadata_class_names(rows.table, label)
         names, (labels,), _ = read_labels({str(path): column}, label, known, inputs.label_separator)
@@ -123,30 +120,6 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
     wide = np.zeros((len(labels), inputs.classes), np.uint8)
     wide[:, index_of] = labels
     return wide
-
-
-def compute_metrics(outputs: np.ndarray, y: np.ndarray, inputs: InputSpec) -> dict[str, float]:
-    """Compute the metrics of the model's task; see ``evaluate_rows``.
-
-    Args:
-        outputs: Probabilities or predictions, ``[n, C]``.
-        y: Labels, ``[n]``, ``[n, L]`` or ``[n, T]``.
-        inputs: Input specification of the model.
-    """
-    if inputs.task == "regression":
-        return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
-    chance = np.clip(outputs, TINY, 1 - TINY)
-    if inputs.task == "multilabel":
-        tally = MultiLabel().tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
-        loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()
-        return {"accuracy": ((outputs > 0.5) == (y > 0)).mean(), "loss": loss, **MultiLabel().measure(tally, loss)}
-    left_out = [*(["recall"] if inputs.classes > MOST_RECALLS else []), *(TWO_CLASSES if inputs.classes != 2 else ())]
-    metrics = replace(inputs.metrics, known=tuple(name for name in METRICS if name not in left_out))
-    return {
-        "accuracy": (metrics.decided(outputs) == y).mean(),
-        "loss": -np.log(chance[np.arange(len(y)), y]).mean(),
-        **metrics.of(y, outputs, "the rows"),
-    }
 
 
 def nan_to_none(values: dict[str, float]) -> dict[str, float | None]:

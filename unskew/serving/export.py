@@ -63,6 +63,11 @@ def export(
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
     opened = open_run(run, client, client_number, model, trust_code)
+    if opened.inputs.harmonization is not None:
+        raise ConfigError(
+            f"The inputs of {opened.folder} are harmonized for each site, which an exported model cannot do. Use unskew "
+            "predict."
+        )
     # A name may contain characters that file systems reject, or differ from another one only in case.
     whose = "" if opened.client is None else f"-client-{opened.client.number}"
     folder = parse_path(out) if out is not None else opened.folder / f"export-{format}{whose}"
@@ -100,7 +105,7 @@ def save_pretrained(opened: OpenedRun, folder: Path) -> None:
             f"on {'texts' if opened.inputs.kind == 'tokens' else 'other data'}. Use onnx, torch or torchscript."
         )
     names = opened.inputs.names
-    if opened.inputs.task != "language":
+    if not opened.inputs.objective.tokens:
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
     opened.module.save(folder)  # type: ignore[operator]
     tokenizer: Any = getattr(make_tokenizer(str(opened.inputs.tokenizer)), "tokenizer", None)

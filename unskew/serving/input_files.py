@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.data.harmonized_source import site_names
 from unskew.data.readers.arrow_io import read_cells, read_typed
 from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
@@ -76,19 +77,22 @@ def column_uses(inputs: InputSpec) -> ColumnUses:
     kinds.update((name, "number") for name in inputs.features)
     for column in inputs.columns:
         kinds[column.name] = kind_of_names(column.values) if column.kind == "category" else column.kind
-    if inputs.label is not None and inputs.task != "regression" and inputs.label not in kinds:
+    if inputs.harmonization is not None:
+        kinds[inputs.harmonization.site] = kind_of_names([*inputs.harmonization.sites])
+    if inputs.label is not None and not inputs.objective.numeric_labels and inputs.label not in kinds:
         kinds[inputs.label] = kind_of_names(inputs.class_names)
     forms = tuple((column.name, column.form) for column in inputs.columns if column.form)
     return ColumnUses(kinds=tuple(kinds.items()), forms=forms)
 
 
-def read_rows(path: Path, inputs: InputSpec) -> InputRows:
+def read_rows(path: Path, inputs: InputSpec, new_site: bool = False) -> InputRows:
     """Read the inputs of a model from a file or folder.
 
     Args:
         path: A .csv, .jsonl or .parquet file with the columns of the training data (further columns are ignored); an image
             file; or a folder of image files, searched recursively.
         inputs: Input specification of the model.
+        new_site: Whether rows of sites without training rows are harmonized by their own rows.
 
     Raises:
         DataError: If the file cannot be read, or does not contain inputs of this model.
@@ -103,7 +107,7 @@ def read_rows(path: Path, inputs: InputSpec) -> InputRows:
             table = cells = read_typed(path)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
-        x = rows_of_table(table, path, inputs)
+        x = rows_of_table(table, path, inputs, new_site)
         return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table, cells)
     if inputs.kind != "uint8":
         raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
@@ -137,13 +141,14 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
     }
 
 
-def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
+def rows_of_table(table: Any, path: Path, inputs: InputSpec, new_site: bool) -> Tensor:
     """Read the inputs from a table's columns.
 
     Args:
         table: Table in memory.
         path: Path of the file, for error messages.
         inputs: Input specification of the model.
+        new_site: Whether rows of sites without training rows are harmonized by their own rows.
     """
     wanted = inputs.text or inputs.features or ((inputs.image,) if inputs.image else ())
     if not wanted and inputs.kind == "uint8":
@@ -165,7 +170,12 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec) -> Tensor:
     if inputs.image:
         return decode_column(table.column(inputs.image), str(path), path.parent, inputs.image_size)
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
-    return torch.from_numpy(impute(read_columns(table, encoders, str(path), REMEDY), encoders))
+    values, fitted = read_columns(table, encoders, str(path), REMEDY), inputs.harmonization
+    if fitted is not None:
+        columns = {fitted.site: table.column(fitted.site).to_numpy()} if fitted.site in existing else {}
+        sites = site_names(columns, fitted.site, f"The rows of {path}")
+        values = fitted.harmonize(values, encoders, sites, str(path), new_site)
+    return torch.from_numpy(impute(values, encoders))
 
 
 def unknown_categories(table: Any, inputs: InputSpec) -> tuple[UnknownCategories, ...]:

@@ -35,35 +35,39 @@ from unskew.simulation.checkpoint import checkpoint_errors
 class ServedModel(Predictor):
     """Trained model that predicts for arrays and files."""
 
-    def predict_file(self, path: str | Path) -> list[Any]:
+    def predict_file(self, path: str | Path, new_site: bool = False) -> list[Any]:
         """Predict for the rows of a table, an image, or a folder of images.
 
         Categories that did not occur in training count as missing, with a warning.
 
         Args:
             path: File or folder.
+            new_site: Whether rows of sites without training rows are harmonized by their own rows.
 
         Raises:
             DataError: If the file cannot be read, lacks columns, or does not contain inputs of this model.
         """
-        rows = read_rows(Path(path), self.inputs)
+        rows = read_rows(Path(path), self.inputs, new_site)
         for unknown in rows.unknown:
             warnings.warn(str(unknown), stacklevel=2)
         return self.predict(rows.x)
 
-    def evaluate_file(self, path: str | Path, by: str | None = None, intervals: bool = True) -> list[dict[str, Any]]:
+    def evaluate_file(
+        self, path: str | Path, by: str | None = None, intervals: bool = True, new_site: bool = False
+    ) -> list[dict[str, Any]]:
         """Return the metrics on the labeled rows of a file, overall and for each value of the column ``by``.
 
         Args:
             path: File with labeled rows.
             by: Column whose values form groups; None forms no groups.
             intervals: Whether to compute 95 % intervals.
+            new_site: Whether rows of sites without training rows are harmonized by their own rows.
 
         Raises:
             ConfigError: If the run does not name a label column, or ``by`` is used with images.
             DataError: If the file does not fit the model, or has other classes.
         """
-        rows = read_rows(Path(path), self.inputs)
+        rows = read_rows(Path(path), self.inputs, new_site)
         return evaluate_rows(self.outputs(rows.x), rows, self.inputs, Path(path), by, intervals)
 
 
@@ -116,7 +120,7 @@ def load_predictor(
         ConfigError: If the model cannot be built from the folder, or the client is unknown or has no personal model.
     """
     opened = open_run(run, client, client_number, model, trust_code)
-    if opened.inputs.task == "language":
+    if opened.inputs.objective.tokens:
         raise ConfigError(
             f"{opened.folder} contains a language model, which does not predict classes. Use unskew export --format "
             "transformers to use it with transformers."
@@ -170,8 +174,7 @@ def empty_federation(inputs: InputSpec) -> Federation:
     """Create a federation without clients that has the shapes and number of classes of ``inputs``."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
     x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
-    several = (1, inputs.classes) if inputs.task in ("multilabel", "regression") else (1,)
     return Federation(
-        clients=(), test=(x, torch.zeros(several, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
+        clients=(), test=(x, torch.zeros(1, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
         normalization=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,
     )  # fmt: skip

@@ -18,7 +18,7 @@ from unskew.records.recorder import privacy_sentences, strip_warning_prefix
 from unskew.records.result import read_about, read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
-from unskew.serving.portable_model import input_shape, output_kind
+from unskew.serving.portable_model import input_shape
 from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tasks.primary_metric import KNOWN_METRICS, SCORES, metric_of, primary_metric_name
 from unskew.tasks.registry import TASKS
@@ -105,7 +105,7 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
         config: Configuration of the run.
         own: Summary of the run.
     """
-    key = "r2" if task == "regression" else "accuracy"
+    key = TASKS[task].scored
     configured = [metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO]
     further = dict.fromkeys([*configured, *own.get("own_metrics", {})])
     titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].extra_metrics}}
@@ -120,8 +120,9 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
 
 def hub_task(opened: OpenedRun) -> str:
     """Return the task name of the Hugging Face hub."""
-    other = {"language": "text-generation", "regression": "tabular-regression"}
-    return other.get(opened.inputs.task, PIPELINES[opened.inputs.kind])
+    task = opened.inputs.objective
+    numbers = "tabular-regression" if task.numeric_labels else PIPELINES[opened.inputs.kind]
+    return "text-generation" if task.tokens else numbers
 
 
 def summaries(folder: Path) -> list[dict[str, Any]]:
@@ -206,9 +207,9 @@ def data_text(opened: OpenedRun, own: dict[str, Any]) -> str:
     if inputs.text:
         lines.append(f"- Texts from {', '.join(map(escape_markdown, inputs.text))}, by the tokenizer "
                      f"{code(inputs.tokenizer)}, at most {inputs.block} tokens.")  # fmt: skip
-    if inputs.task != "language":
+    if not inputs.objective.tokens:
         names = ", ".join(map(escape_markdown, inputs.names[:MOST_CLASSES]))
-        whose = "Targets" if inputs.task == "regression" else "Classes"
+        whose = "Classes" if inputs.objective.output_kind == "probabilities" else "Targets"
         lines.append(
             f"- {whose}, in the order of the outputs: {names}{' ...' if inputs.classes > MOST_CLASSES else '.'}"
         )
@@ -245,7 +246,7 @@ def use_text(opened: OpenedRun, kind: str) -> str:
         kind: Format of the export.
     """
     if kind == "transformers":
-        kinds = "AutoModelForCausalLM" if opened.inputs.task == "language" else "AutoModelForSequenceClassification"
+        kinds = "AutoModelForCausalLM" if opened.inputs.objective.tokens else "AutoModelForSequenceClassification"
         bytes_ = opened.inputs.tokenizer == "bytes"
         note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer." if bytes_ else ""
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
@@ -264,7 +265,7 @@ def use_text(opened: OpenedRun, kind: str) -> str:
     return (
         f"Inputs are raw `{types[opened.inputs.kind]}` values of shape n x {shape_text(input_shape(opened.inputs))}: the "
         f"preprocessing is part of the file.{padding}{coded}\n\n```python\n"
-        f"{USES[kind].replace('probabilities', output_kind(opened.inputs))}\n```"
+        f"{USES[kind].replace('probabilities', opened.inputs.objective.output_kind)}\n```"
     )
 
 
@@ -297,10 +298,11 @@ def limitations_text(opened: OpenedRun, own: dict[str, Any], kind: str, seeds: i
         kind: Format of the export.
         seeds: Number of runs behind the metrics.
     """
+    returned = opened.inputs.objective.output_kind
     texts = [
         *([] if own.get("engine") == "flower" else [SIMULATED]),
-        f"The model knows only inputs of the kind above, but returns {output_kind(opened.inputs)} for any inputs."
-        f"{'' if opened.inputs.task == 'regression' else ' They are not calibrated on other data.'}",
+        f"The model knows only inputs of the kind above, but returns {returned} for any inputs."
+        f"{' They are not calibrated on other data.' if returned == 'probabilities' else ''}",
         *weights_text(opened, kind),
     ]
     score = primary_metric_name(own)

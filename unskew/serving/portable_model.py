@@ -23,7 +23,6 @@ from unskew.runs.input_spec import InputColumn, InputSpec
 from unskew.runs.predictor import PADDING
 from unskew.seeding import generator
 from unskew.serving.load import OpenedRun
-from unskew.tasks.regression import Regression
 
 MISSING = "Exporting to ONNX needs more packages. Install them with: pip install 'unskew[export]'."
 TOLERANCE = 1e-5
@@ -54,8 +53,7 @@ class PortableModel(nn.Module):
         super().__init__()
         inputs, shape = opened.inputs, opened.inputs.shape
         self.module, self.dtype = opened.module.eval(), opened.spec.dtype
-        task = inputs.objective
-        self.said = task.restored if isinstance(task, Regression) else task.probabilities
+        self.said = inputs.objective.outputs
         self.tokens = inputs.kind == "tokens"
         normalize = InputNormalizer(inputs.known, shape, opened.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)
@@ -132,17 +130,12 @@ def input_shape(inputs: InputSpec) -> tuple[int, ...]:
     return (len(inputs.columns),) if inputs.columns else inputs.shape
 
 
-def output_kind(inputs: InputSpec) -> str:
-    """Return the kind of output as one word."""
-    return "numbers" if inputs.task == "regression" else "probabilities"
-
-
 def file_metadata(opened: OpenedRun) -> dict[str, str]:
     """Return the metadata that the exported file contains next to the weights."""
     inputs = opened.inputs
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
-    about["outputs"] = output_kind(inputs)
-    about |= {} if inputs.task == "language" else {"class_names": inputs.names}
+    about["outputs"] = inputs.objective.output_kind
+    about |= {} if inputs.objective.tokens else {"class_names": inputs.names}
     about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}
     about |= {"class_weights": list(inputs.class_weights)} if inputs.class_weights else {}
     about |= {"features": list(inputs.features)} if inputs.features else {}
@@ -176,12 +169,12 @@ def write_model(opened: OpenedRun, kind: str, file: Path) -> float:
                 "The outputs of the model are not finite: the run diverged. Train with a smaller learning rate."
             )
         difference = max(_apart(portable(x), ask(x)) for x in (example_inputs(opened, size) for size in SIZES))
-    targets = opened.inputs.targets
-    difference /= max(targets.std) if targets else 1.0
+    task = opened.inputs.objective
+    difference /= max(task.std, default=1.0)
     if not difference <= TOLERANCE:
         file.unlink(missing_ok=True)
         raise ConfigError(
-            f"The exported {kind} model's {output_kind(opened.inputs)} differ from the original's by up to {difference:.2g}, "
+            f"The exported {kind} model's {task.output_kind} differ from the original's by up to {difference:.2g}, "
             "so the file was deleted. Try another format."
         )
     return difference

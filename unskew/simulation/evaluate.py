@@ -20,7 +20,6 @@ from unskew.simulation.client_scores import ClientScores
 from unskew.tasks.base import Task
 from unskew.tasks.intervals import metric_interval, student_interval
 from unskew.tasks.metrics import MetricSet
-from unskew.tasks.regression import Regression
 
 BATCH = 500
 BATCH_ON_DEVICE = 10_000  # fewer kernels, each of which takes longer to launch than to execute
@@ -168,7 +167,7 @@ class Evaluator:
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
-        return self.metrics.of(*truth_and_scores(self.task, logits, y), where, defined)
+        return self.task.requested_metrics(self.metrics, *truth_and_scores(self.task, logits, y), where, defined)
 
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client except the primary metric and the loss."""
@@ -177,7 +176,7 @@ class Evaluator:
         metrics.pop(self.task.scored, None)
         where = f"held-out samples of {self.federation.client_label(client)}"
         metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
-        if self.task.name == "language":
+        if "vector" not in self.task.provides:
             return metrics
         return metrics | self._intervals(self.task, self.metrics, logits, y)
 
@@ -190,7 +189,7 @@ class Evaluator:
         arrays, few = truth_and_scores(task, [logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
         intervals: dict[str, float] = {}
         for name in metric_set.with_intervals:
-            if name == Regression.scored:
+            if name == task.scored and "counts" not in task.provides:
                 interval = student_interval(task.correct(logits, y).tolist(), metric_set.level)
             else:
                 interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
@@ -227,7 +226,7 @@ class Evaluator:
             return ClientScores(np.zeros(0), NOTHING)
         clients = [self.federation.clients[k] for k in evaluated_clients(len(self.federation.clients), most, seed)]
         evaluated = [c for c in clients if len(c.y_test)]
-        if not evaluated and self.federation.test[1].dim() > 1:
+        if not evaluated and "one_class" not in self.task.provides:
             return ClientScores(np.zeros(0), f"{NOTHING}, because no client holds out any samples")
         judged, measured_on = evaluated or clients, HELD_OUT if evaluated else BY_CLASS
         who, scored = np.array([c.id for c in judged], np.int64), self.task.scored
@@ -242,9 +241,9 @@ class Evaluator:
         if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
-        # Language models have as many logits per token as the vocabulary has entries: too many to store.
-        language = self.task.name == "language"
-        logits_list: list[Tensor] | None = [] if (each or pooled) and not language else None
+        # Several predictions per sample are too many to store: a language model has as many logits per token as tokens.
+        stored = (each or pooled) and "vector" in self.task.provides
+        logits_list: list[Tensor] | None = [] if stored else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
         right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, logits_list=logits_list)
@@ -275,7 +274,7 @@ class Evaluator:
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
         if len(client.y_test):
-            logits_list: list[Tensor] | None = [] if each and self.task.name != "language" else None
+            logits_list: list[Tensor] | None = [] if each and "vector" in self.task.provides else None
             scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=logits_list)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
             logits = scores[0] if logits_list is None else torch.cat(logits_list)
@@ -295,7 +294,7 @@ class Evaluator:
         Returns:
             Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
         """
-        logits_list: list[Tensor] | None = None if self.task.name == "language" else []
+        logits_list: list[Tensor] | None = None if self.task.tokens else []
         samples = [client.x_test], [client.y_test]
         right, scored, losses, tally = self._samples(v, b, *samples, single=True, logits_list=logits_list)
         sums = torch.stack([scored.sum(), (right * scored).sum(), losses.sum()])
@@ -360,7 +359,7 @@ class Evaluator:
         loss = float(task.losses(logits, y).to(torch.float64).mean())
         metrics = {scored: float(right.mean()), "loss": loss, **task.measure(task.tally(logits, y), loss)}
         if metric_set:
-            metrics |= metric_set.of(*truth_and_scores(task, [logits], y), "a constant")
+            metrics |= task.requested_metrics(metric_set, *truth_and_scores(task, [logits], y), "a constant")
         if not each:
             return metrics
         return metrics | {scored: float(right.mean()), **self._intervals(task, metric_set, logits, y)}

@@ -21,7 +21,7 @@ from unskew.models.spec import ModelOutput, ModelSpec
 from unskew.protocol.server_training import ReferenceSamples, TrainedModel
 from unskew.protocol.training_config import Training
 from unskew.seeding import fold
-from unskew.tasks.registry import TASKS
+from unskew.tasks.classification import Classification, MultiLabel
 
 BATCH = 500
 
@@ -59,7 +59,7 @@ class ServerTrainer:
         self.data, self.pixels = federation.server, PixelScaling.of(federation)
         self.task = self.client_task = federation.objective
         if self.data is not None and not self.data.in_domain:
-            self.task = TASKS["multilabel" if self.data.y.dim() > 1 else "classification"]
+            self.task = MultiLabel() if self.data.y.dim() > 1 else Classification()
         self.inputs = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
 
     @cached_property

@@ -128,6 +128,7 @@ class ClientRows:
         columns: Names of the numeric columns and dates of a table, as read.
         numbers: Their values before standardization, float64 ``[n, f]``; NaN where a value is missing.
         values: The distinct values of each categorical column, by its name.
+        texts: Values of each categorical column, by its name, ``[n]``; None where a value is missing.
         missing: Missing values of each column of a table, by its name.
         target_names: Names of the targets of regression.
         targets: Their values before standardization, float64 ``[n, T]``.
@@ -142,6 +143,7 @@ class ClientRows:
     columns: tuple[str, ...] = ()
     numbers: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    texts: Mapping[str, np.ndarray] = field(default_factory=dict)
     missing: Mapping[str, int] = field(default_factory=dict)
     target_names: tuple[str, ...] = ()
     targets: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
@@ -220,6 +222,10 @@ class SumKind:
 
         A site sends 0 for small groups. A tensor whose entries depend on all groups, such as an entropy, has the size of the
         smallest group for each of its entries.
+
+        Args:
+            rows: All training rows of the client.
+            request: Request of this kind.
         """
         return {}
 

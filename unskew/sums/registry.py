@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, fisher, scores, skew
+from unskew.sums import columns, cross_products, fisher, scores, skew
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -17,6 +17,8 @@ SUMS: dict[str, SumKind] = {
         columns.ColumnSquares(),
         columns.Missing(),
         columns.Histogram(),
+        cross_products.CrossProducts(),
+        cross_products.Residuals(),
         fisher.Fisher(),
         skew.SiteScalars(),
         skew.ClassMeans(),

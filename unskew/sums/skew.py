@@ -6,6 +6,7 @@ All are summands of one client, so the skew of a federation follows from two exc
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 from typing import Annotated
 
@@ -128,6 +129,10 @@ def smallest(counts: Tensor) -> int:
 def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]]:
     """Return each class with at least two samples and their inputs, float64 ``[n, d]``.
 
+    Args:
+        rows: Rows of the client.
+        request: Request with the arguments ``classes`` and ``inputs``.
+
     Raises:
         DataError: If the inputs are not numbers or have another size, or targets are not one class per sample.
     """
@@ -145,7 +150,12 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
 
 
 def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
-    """Return the number of samples of each class with at least two of them, ``[C]``."""
+    """Return the number of samples of each class with at least two of them, ``[C]``.
+
+    Args:
+        rows: Rows of the client.
+        request: Request with the arguments ``classes`` and ``inputs``.
+    """
     counts = torch.zeros(int(request.args["classes"]), dtype=torch.int64)
     for c, inputs in class_rows(rows, request):
         counts[c] = len(inputs)
@@ -153,7 +163,12 @@ def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
 
 
 def has_class_means(x: Tensor, y: Tensor) -> bool:
-    """Return whether inputs are numbers and targets are one class per sample."""
+    """Return whether inputs are numbers and targets are one class per sample.
+
+    Args:
+        x: Inputs, ``[n, ...]``.
+        y: Targets, ``[n]`` or ``[n, L]``.
+    """
     return x.dtype != torch.int64 and y.dim() == 1 and not y.dtype.is_floating_point
 
 
@@ -284,6 +299,10 @@ def input_values(x: Tensor, codes: list[int], center: np.ndarray) -> np.ndarray:
 def linear_rows(rows: ClientRows, request: SumRequest) -> np.ndarray:
     """Return 1, the inputs and the targets of a client, ``[n, 1 + F + T]``; classes are targets of 0 and 1.
 
+    Args:
+        rows: Rows of the client.
+        request: Request with ``LinearArguments`` and the tensor ``center``.
+
     Raises:
         DataError: If inputs or targets are not those of the request.
     """
@@ -306,6 +325,10 @@ def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
     """Return the size of the smallest group that products of rows could reveal: of a code, a class, or both.
 
     It is 1 with at most as many rows as inputs, because products could then reveal single rows.
+
+    Args:
+        values: 1, the inputs and the targets, from ``linear_rows``.
+        request: The request.
     """
     ends = np.cumsum([1, *(int(count) or 1 for count in request.args["codes"])])
     coded = [j for start, end in pairwise(ends) for j in range(start, end) if end - start > 1]
@@ -386,3 +409,19 @@ class LabelScatter(SumKind):
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return "squared distance of the mean targets from those of all sites, and from a linear model of the inputs"
+
+
+def label_distance_by_chance(shares: np.ndarray, inverse_root: float) -> float:
+    """Return the mean label distance if clients of these sizes drew their labels from the overall class frequencies.
+
+    By the normal approximation, a frequency of ``n`` draws deviates by ``sqrt(2 q (1 - q) / (pi n))`` on average.
+
+    Args:
+        shares: Class frequencies ``q [C]`` of all clients together.
+        inverse_root: Mean of ``n^-1/2`` over clients, where ``n`` is a client's number of labels.
+
+    >>> round(label_distance_by_chance(np.full(10, 0.1), 100**-0.5), 3)
+    0.12
+    """
+    spread = float(np.sqrt(shares * (1 - shares)).sum())
+    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * inverse_root)

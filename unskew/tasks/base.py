@@ -3,34 +3,149 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
-from typing import ClassVar
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from unskew.errors import ConfigError, DataError
+from unskew.tasks.metrics import MetricSet, Statistic, custom_metric_value
+
+PROVIDED = {
+    "one_class": "one class per sample",
+    "counts": "classes or labels that can be counted",
+    "vector": "one feature vector per sample",
+}
+"""What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
 
 
 class Task:
     """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
 
-    A task defines the choices that a model makes for a sample (one of all classes, or yes or no for each label) and
-    their probabilities. With these, divergences between two models are computed in the same way for every task.
+    Nothing outside this package asks which task it has: a new task is a subclass and an entry of ``TASKS``. A task that
+    provides ``counts`` defines the choices that a model makes for a sample (one of all classes, or yes or no for each
+    label) and their probabilities. With these, divergences between two models are computed in the same way.
     """
 
     name: ClassVar[str]
 
+    provides: ClassVar[frozenset[str]] = frozenset()
+    """Names of ``PROVIDED``; methods that need others do not support the task."""
+
+    numeric_labels: ClassVar[bool] = False
+    """True if the labels of a table are columns of numbers, so that the configuration must name the task."""
+
+    standardized: ClassVar[bool] = False
+    """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
+
+    tokens: ClassVar[bool] = False
+    """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
+
+    output_kind: ClassVar[str] = "probabilities"
+    """What ``outputs`` returns, as one word."""
+
+    loss_options: ClassVar[tuple[str, ...]] = ()
+    """Values of the option ``loss`` besides ``auto``; ``huber:DELTA`` stands for the name with any number."""
+
     scored: ClassVar[str] = "accuracy"
     """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
 
-    labeled: ClassVar[bool] = True
-    """True if samples have classes or labels that can be counted."""
+    requestable: ClassVar[tuple[str, ...]] = ()
+    """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
     extra_metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""
 
     lower_is_better: ClassVar[tuple[str, ...]] = ()
     """Metrics, including the loss, whose lowest value over the rounds is reported as the best."""
+
+    weights: tuple[float, ...] = ()
+    """Class weights of the loss; empty if there are none."""
+
+    std: tuple[float, ...] = ()
+    """Standard deviation of each target, if targets are standardized."""
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether no sample counts for several labels."""
+        return "one_class" in self.provides or "counts" not in self.provides
+
+    @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Constants from the data that predictions need, for files and messages."""
+        return {}
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the task of a trained model.
+
+        Args:
+            constants: Constants of the task for which it was trained.
+            classes: Number of outputs.
+
+        Raises:
+            ValueError: If these are not the constants of such a task.
+        """
+        if constants:
+            raise ValueError(f"the task {self.name} has no constants")
+        return self
+
+    def with_loss(self, loss: str) -> Task:
+        """Return the task with another loss.
+
+        Args:
+            loss: One of ``loss_options``.
+
+        Raises:
+            ConfigError: If its number is not valid.
+        """
+        raise NotImplementedError
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return targets in the shape and type of the task.
+
+        Args:
+            y: Targets as they were passed.
+            who: Name of the data, for errors.
+
+        Raises:
+            DataError: If shape or values do not match the task.
+        """
+        raise NotImplementedError
+
+    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
+        """Validate that targets match the number of classes.
+
+        Args:
+            y: Targets from ``read``.
+            classes: Number of classes, labels, tokens or targets.
+            who: Name of the data, for errors.
+            x: Inputs of the samples.
+
+        Raises:
+            DataError: If the targets do not match.
+        """
+        if y.dim() == 2 and y.shape[1] != classes:
+            raise DataError(f"The labels of {who} have {y.shape[1]} columns, but there are {classes} labels.")
+
+    def num_outputs(self, ys: Sequence[Tensor]) -> int:
+        """Return the number of outputs for targets of all clients and the test set."""
+        return ys[0].shape[1] if ys[0].dim() > 1 else 1
+
+    def standardize(self, y: Tensor) -> Tensor:
+        """Return targets from ``read`` as a federation stores them."""
+        return y
+
+    def distribution(self, y: Tensor, classes: int) -> Tensor:
+        """Return the numbers, ``[n, D]``, whose means describe the targets of a client, such as 0 and 1 for each class.
+
+        Args:
+            y: Targets, ``[n]`` or ``[n, L]``.
+            classes: Number of classes.
+        """
+        return y.reshape(len(y), -1).double()
 
     @property
     def unweighted(self) -> Task:
@@ -58,6 +173,37 @@ class Task:
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the predicted probabilities, ``[B, C]``."""
         raise NotImplementedError
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the predictions of a model for users, ``[B, C]``: probabilities, or numbers in the targets' units."""
+        return self.probabilities(logits)
+
+    def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
+        """Return a column name for each output: ``p(sepsis=1)`` or ``p(cat)``, or for numbers ``predicted_cost``.
+
+        Args:
+            names: Names of the classes, labels or targets.
+            label: Name of the label column, or None.
+        """
+        if self.output_kind != "probabilities":
+            return [f"predicted_{name}" for name in names]
+        return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
+
+    def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
+        """Return the prediction of each sample: a class name, a list of labels, or by default the number or numbers.
+
+        Args:
+            outputs: Outputs of the model, ``[n, C]``.
+            metrics: Class names, positive class, and class weights of the training.
+            threshold: Smallest probability for which the positive one of two classes, or a label, is predicted.
+
+        Raises:
+            ConfigError: If the predictions do not depend on a threshold.
+        """
+        if threshold is not None:
+            raise ConfigError("A threshold needs a model with two classes or a multi-label model; remove it.")
+        numbers: list[Any] = (outputs[:, 0] if outputs.shape[1] == 1 else outputs).tolist()
+        return numbers
 
     def beliefs(self, logits: Tensor) -> Tensor:
         """Return log-probabilities of each choice, ``[..., options]``, normalized over the last axis."""
@@ -100,8 +246,8 @@ class Task:
         raise NotImplementedError
 
     def scores(self, logits: Tensor) -> Tensor:
-        """Return the inputs of ``MetricSet``: probabilities, or for regression, predictions in the targets' units."""
-        return self.probabilities(logits)
+        """Return the predictions that metrics of all samples need, ``outputs`` or, for one number per sample, ``[B]``."""
+        return self.outputs(logits)
 
     def truth(self, y: Tensor) -> Tensor:
         """Return the true values that correspond to ``scores``."""
@@ -144,6 +290,67 @@ class Task:
         Args:
             tally: Sum of the statistics of all batches.
             loss: Mean loss over all samples.
+        """
+        return {}
+
+    def requested_metrics(
+        self, metrics: MetricSet, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True
+    ) -> dict[str, float]:
+        """Compute every requested metric, also custom ones; undefined values are NaN.
+
+        Args:
+            metrics: Requested metrics and class names.
+            y: True values, ``truth`` of the targets.
+            scores: Predictions, from ``scores``.
+            where: Name of these samples for errors, such as ``"the test set"``.
+            defined: Whether custom metrics must return a finite number. For single clients they may return NaN.
+
+        Raises:
+            ConfigError: If a custom metric fails, or does not return a number.
+        """
+        if not np.isfinite(scores).all():
+            return dict.fromkeys(metrics.names, math.nan)
+        own = {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in metrics.own.items()}
+        return {**(self.metrics_of_all(y, scores, metrics) if metrics.known else {}), **own}
+
+    def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute the metrics ``metrics.known`` from all predictions at once.
+
+        Args:
+            y: True values, ``truth`` of the targets.
+            scores: Predictions, from ``scores``.
+            metrics: Requested metrics and class names.
+        """
+        return {}
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute all metrics from a model's outputs, for labeled files.
+
+        Args:
+            y: Labels in their original units.
+            outputs: Outputs of the model, ``[n, C]``.
+            metrics: Class names, positive class, and class weights of the training.
+        """
+        raise NotImplementedError
+
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of a metric for bootstrap intervals; None if the metric has no interval.
+
+        Args:
+            name: Name of the metric.
+            y: True values, as for ``metrics_of_all`` or ``metrics_of_outputs``.
+            scores: Predictions, likewise.
+            metrics: Class names and positive class.
+        """
+        return None
+
+    def curves(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, Any]:
+        """Return the curves of the test set for ``curves.json``.
+
+        Args:
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+            metrics: Requested metrics and class names.
         """
         return {}
 

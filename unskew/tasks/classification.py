@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unskew.errors import DataError
 from unskew.functorch_api import constant, is_mapped
 from unskew.tasks.base import Task
+from unskew.tasks.curves import classifier_curves
+from unskew.tasks.intervals import class_statistic, mean_statistic, sums_statistic
+from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES, MetricSet, Statistic, metric_names
 
 NOTHING = -1
 """Target of positions without a next token, such as the end of a text."""
+TRANSFORMERS_PADDING = -100
+"""Target of such positions in the package transformers, and there also the padding of token ids."""
+MOST_RECALLS = 10
+"""Maximum number of classes whose recalls are computed for labeled files."""
 
 
 def cross_entropy(logits: Tensor, y: Tensor, weights: Tensor | None = None, reduction: str = "mean") -> Tensor:
@@ -45,14 +55,93 @@ class Classification(Task):
 
     Attributes:
         name: Name of the task.
+        provides: What the task provides of a sample.
+        requestable: Metrics that a run may request.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
         trained_with: Class weights of the training, for which probabilities and loss are corrected; empty means none.
     """
 
     name: ClassVar[str] = "classification"
+    provides: ClassVar[frozenset[str]] = frozenset(("one_class", "counts", "vector"))
+    requestable: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     weights: tuple[float, ...] = ()
     trained_with: tuple[float, ...] = ()
+
+    @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Class weights of the training, if there are any."""
+        return {"class_weights": self.weights} if self.weights else {}
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the classification that corrects for the class weights of the training."""
+        weights = tuple(constants.get("class_weights", ()))
+        if {*constants} - {"class_weights"} or (weights and (len(weights) != classes or min(weights) <= 0)):
+            raise ValueError("the constants are not one positive class weight per class")
+        return Classification(trained_with=weights)
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return the classes ``[n]`` as int64."""
+        if y.dim() == 2 and y.shape[1] == 1:
+            y = y[:, 0]
+        if y.dim() != 1:
+            raise DataError(
+                f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample. "
+                'For several labels per sample, set task="multilabel".'
+            )
+        if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
+            raise DataError(
+                f"The labels of {who} are not integers, but classification requires class indices. For regression, use a "
+                'table with task=regression, or in Python Federation.from_arrays(..., task="regression").'
+            )
+        return y.to(torch.int64).contiguous()
+
+    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
+        """Validate that the classes are from 0 to ``classes - 1``."""
+        if len(y) and (int(y.min()) < 0 or int(y.max()) >= classes):
+            bad = int(y.min()) if int(y.min()) < 0 else int(y.max())
+            raise DataError(
+                f"The labels of {who} contain {bad}, but with {classes} classes they must be 0 to {classes - 1}."
+            )
+
+    def distribution(self, y: Tensor, classes: int) -> Tensor:
+        """Return 1 for the class of each sample and 0 for the others, ``[n, C]``."""
+        return F.one_hot(y.long(), classes).double()
+
+    def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[str]:
+        """Return the name of the predicted class of each sample."""
+        names = metrics.class_names
+        if threshold is None:
+            return [names[k] for k in metrics.decided(outputs)]
+        if len(names) != 2:
+            return super().decisions(outputs, metrics, threshold)
+        positive = metrics.positive
+        return [names[positive if p >= threshold else 1 - positive] for p in outputs[:, positive]]
+
+    def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute the requested metrics of ``METRICS``."""
+        predictions = metrics.predictions(y, scores)
+        known = [value for metric in metrics.known for value in METRICS[metric](predictions)]
+        return dict(zip(metric_names(metrics.known, metrics.class_names), known, strict=True))
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute accuracy, loss and all metrics; recalls only of few classes."""
+        classes = outputs.shape[1]
+        left_out = [*(["recall"] if classes > MOST_RECALLS else []), *(TWO_CLASSES if classes != 2 else ())]
+        metrics = replace(metrics, known=tuple(name for name in METRICS if name not in left_out))
+        return {
+            "accuracy": (metrics.decided(outputs) == y).mean(),
+            "loss": -np.log(np.clip(outputs, TINY, 1 - TINY)[np.arange(len(y)), y]).mean(),
+            **self.metrics_of_all(y, outputs, metrics),
+        }
+
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of a classification metric."""
+        return class_statistic(name, metrics.predictions(y, scores), metrics.class_names)
+
+    def curves(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, Any]:
+        """Return ROC, precision and recall, calibration and confusion matrix, if metrics are requested."""
+        return classifier_curves(y, scores, metrics) if metrics.known else {}
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean cross-entropy of ``logits [B, C]`` and ``y [B]`` (or class probabilities ``[B, C]``)."""
@@ -118,9 +207,18 @@ class MultiLabel(Task):
     """
 
     name: ClassVar[str] = "multilabel"
+    provides: ClassVar[frozenset[str]] = frozenset(("counts", "vector"))
     extra_metrics: ClassVar[tuple[str, ...]] = (
         *("macro_precision", "macro_recall", "macro_f1", "micro_precision", "micro_recall", "micro_f1", "samples_f1"),
     )
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return the labels ``[n, L]`` of 0 and 1 as uint8."""
+        if y.dim() != 2 or y.shape[1] < 1:
+            raise DataError(f"The labels of {who} have shape {tuple(y.shape)}. Multi-label data require [n, labels].")
+        if not bool(((y == 0) | (y == 1)).all()):
+            raise DataError(f"The labels of {who} must be 0 or 1, where 1 means that the sample has the label.")
+        return y.to(torch.uint8).contiguous()
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the binary cross-entropy of ``logits [B, L]`` and ``y [B, L]``, averaged over samples and labels."""
@@ -137,6 +235,29 @@ class MultiLabel(Task):
     def beliefs(self, logits: Tensor) -> Tensor:
         """Return the log-probabilities of yes and no for each label, ``[B, L, 2]``."""
         return torch.stack([F.logsigmoid(logits), F.logsigmoid(-logits)], dim=-1)
+
+    def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[list[str]]:
+        """Return the list of predicted labels of each sample."""
+        chosen = outputs > 0.5 if threshold is None else outputs >= threshold
+        return [[metrics.class_names[k] for k in np.flatnonzero(row)] for row in chosen]
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute accuracy, loss and all metrics."""
+        chance = np.clip(outputs, TINY, 1 - TINY)
+        tally = self.tally(torch.from_numpy(outputs - 0.5), torch.from_numpy(y))
+        loss = -np.log(np.where(y > 0, chance, 1 - chance)).mean()
+        return {"accuracy": ((outputs > 0.5) == (y > 0)).mean(), "loss": loss, **self.measure(tally, loss)}
+
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of a metric of labels."""
+        chance, target = torch.from_numpy(scores.astype(np.float64)), torch.from_numpy(y)
+        if name == "loss":
+            likelihood = torch.where(target > 0, chance, 1 - chance).clamp(TINY, 1)
+            return mean_statistic(-likelihood.log().mean(1).numpy())
+        logits = chance - 0.5  # a label is predicted above 0
+        if name == "accuracy":
+            return mean_statistic(self.correct(logits, target).numpy())
+        return sums_statistic(name, self, logits, target)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the share of correctly predicted labels per sample, including absent labels, ``[B]``."""
@@ -190,9 +311,32 @@ class LanguageModeling(Task):
     """
 
     name: ClassVar[str] = "language"
-    labeled: ClassVar[bool] = False
+    tokens: ClassVar[bool] = True
     extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return the token ids ``[n, L]`` as int64, -1 for positions without a target."""
+        if y.dim() != 2 or y.is_floating_point():
+            raise DataError(
+                f"The targets of {who} must be integer token ids [n, L], with -1 for positions without a target."
+            )
+        return torch.where(y == TRANSFORMERS_PADDING, NOTHING, y).to(torch.int64)
+
+    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
+        """Validate that targets are tokens or -1, and that the inputs are token ids of the same shape."""
+        if x is not None and (x.dtype != torch.int64 or x.shape != y.shape):
+            raise DataError(f"The texts of {who} must be token ids (int64) with the shape of their targets.")
+        if len(y) and (int(y.min()) < NOTHING or int(y.max()) >= classes):
+            raise DataError(f"The targets of {who} must be -1 or tokens from 0 to {classes - 1}.")
+
+    def num_outputs(self, ys: Sequence[Tensor]) -> int:
+        """Return the number of tokens, of which the largest occurs."""
+        return max(int(y.max()) for y in ys) + 1
+
+    def distribution(self, y: Tensor, classes: int) -> Tensor:
+        """Return no numbers, ``[n, 0]``."""
+        return torch.zeros(len(y), 0, dtype=torch.float64)
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss over all targets of the batch (not over its texts); 0 without targets."""

@@ -8,21 +8,19 @@ bootstrap; Student 1908 (Biometrika 6). An interval is None if it is not defined
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from statistics import NormalDist
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import BINS, TINY, ClassPredictions, MetricSet, calibration_gaps, squared_errors
+from unskew.tasks.metrics import BINS, TINY, ClassPredictions, MetricSet, Statistic, calibration_gaps, squared_errors
 from unskew.tasks.primary_metric import RECALL
-from unskew.tasks.regression import Regression
 
 Interval = tuple[float, float] | None
-Statistic = Callable[[np.ndarray], np.ndarray]
-"""Maps counts ``[r, n]``, the occurrences of each sample in each resample, to the metric of each resample, ``[r]``."""
 
 LEVEL = 0.95
 """Default level."""
@@ -216,8 +214,8 @@ def metric_interval(
     Args:
         name: Name of the metric in files, such as ``auprc`` or ``recall/yes``.
         task: Task of the model.
-        y: True values, as in ``MetricSet.of``.
-        scores: Probabilities, or predictions in the targets' units, as in ``MetricSet.of``.
+        y: True values, as in ``Task.requested_metrics``.
+        scores: Probabilities, or predictions in the targets' units, as in ``Task.requested_metrics``.
         metrics: Class names, positive class and level of the interval.
         groups: Group of each sample, such as the patient, ``[n]``; None if samples are independent.
         bootstrap: Whether to resample samples; otherwise the metrics that need it have no interval.
@@ -225,18 +223,16 @@ def metric_interval(
     if len(y) == 0 or not np.isfinite(scores).all():
         return None
     ranked = scores.shape[1] if name in ("auroc", "auprc") and scores.shape[1] > 2 else 1
-    if task.name != "classification":
-        statistic = sums_statistic(name, task, y, scores.astype(np.float64))
-    else:
+    if groups is None and "one_class" in task.provides:
         predictions = metrics.predictions(y, scores)
-        if groups is None and (name == "accuracy" or name.startswith(RECALL)):
+        if name == "accuracy" or name.startswith(RECALL):
             right = predictions.decided == y
             if name != "accuracy":
                 right = right[y == metrics.class_names.index(name.removeprefix(RECALL))]
             return wilson_interval(int(right.sum()), len(right), metrics.level)
-        if groups is None and name == "auroc" and predictions.positive is not None:
+        if name == "auroc" and predictions.positive is not None:
             return auroc_interval(*predictions.positive, metrics.level)
-        statistic = class_statistic(name, predictions, metrics.class_names)
+    statistic = task.statistic(name, y, scores, metrics)
     if statistic is None or not bootstrap or len(y) * ranked > MOST_SAMPLES:
         return None
     return bootstrap_interval(statistic, np.arange(len(y)) if groups is None else groups, metrics.level)
@@ -309,35 +305,22 @@ def curve_area(
     return np.where(defined, area, np.nan)
 
 
-def sums_statistic(name: str, task: Task, y: np.ndarray, scores: np.ndarray) -> Statistic | None:
-    """Return the statistic of a metric that a task computes from sums over samples; None if there is none.
+def sums_statistic(name: str, task: Task, logits: Tensor, y: Tensor) -> Statistic | None:
+    """Return the statistic of a metric that ``measure`` computes from the sums of ``tally``; None for other metrics.
 
     Args:
         name: Name of the metric.
-        task: Multi-label classification or regression.
-        y: Labels of 0 and 1, or targets in their units, ``[n, L]``.
-        scores: Probabilities, or predictions in the targets' units, ``[n, L]``.
+        task: Task that computes the metric.
+        logits: Outputs of the model, ``[n, C]``.
+        y: Targets, ``[n, L]``.
     """
-    predicted, target = (torch.from_numpy(part.reshape(len(y), -1)) for part in (scores, y))
-    if isinstance(task, Regression):
-        mean_of = task.losses(task.standardize(predicted), task.standardize(target)) if name == "loss" else None
-    elif task.name == "multilabel":
-        chance = torch.where(target > 0, predicted, 1 - predicted).clamp(TINY, 1)
-        mean_of = {"loss": -chance.log().mean(1), "accuracy": task.correct(predicted - 0.5, target)}.get(name)
-        predicted = predicted - 0.5  # as logits: a label is predicted above 0
-    else:  # tokens of a text depend on each other
-        return None
-    if mean_of is not None:
-        return mean_statistic(mean_of.to(torch.float64).numpy())
     if name not in (task.scored, *task.extra_metrics):
         return None
-    # In the targets' units, so that the metrics need no conversion.
-    tallies = torch.vmap(lambda one, y: task.tally(one[None], y[None]))(predicted, target)
+    tallies = torch.vmap(lambda one, target: task.tally(one[None], target[None]))(logits, y)
     columns = tallies.reshape(len(y), -1).numpy()
-    unit = Regression() if isinstance(task, Regression) else task
 
     def statistic(counts: np.ndarray) -> np.ndarray:
         sums = torch.from_numpy(counts @ columns).reshape(-1, *tallies.shape[1:])
-        return np.array([unit.measure(part, 0.0)[name] for part in sums])
+        return np.array([task.measure(part, 0.0)[name] for part in sums])
 
     return statistic

@@ -16,6 +16,8 @@ BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
 TINY = 1e-15
 """Smallest probability whose logarithm is taken."""
+Statistic = Callable[[np.ndarray], np.ndarray]
+"""Maps counts ``[r, n]``, the occurrences of each sample in each resample, to the metric of each resample, ``[r]``."""
 OwnMetric = Callable[[np.ndarray, np.ndarray], float]
 """Custom metric ``f(y_true, scores)``.
 
@@ -243,27 +245,6 @@ class MetricSet:
         p = scores.astype(np.float64)
         judged = (self.positive,) if p.shape[1] == 2 else tuple(range(p.shape[1]))
         return ClassPredictions(p, y, self.decided(p), judged)
-
-    def of(self, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True) -> dict[str, float]:
-        """Compute every metric; undefined values are NaN.
-
-        Args:
-            y: True values, as for ``OwnMetric``.
-            scores: Probabilities or predictions, as for ``OwnMetric``.
-            where: Name of these samples for errors, such as ``"the test set"``.
-            defined: Whether custom metrics must return a finite number. For single clients they may return NaN.
-
-        Raises:
-            ConfigError: If a custom metric fails, or does not return a number.
-        """
-        if not np.isfinite(scores).all():
-            return dict.fromkeys(self.names, math.nan)
-        values: dict[str, float] = {}
-        if self.known:
-            predictions = self.predictions(y, scores)
-            known = [value for metric in self.known for value in METRICS[metric](predictions)]
-            values = dict(zip(metric_names(self.known, self.class_names), known, strict=True))
-        return values | {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in self.own.items()}
 
 
 def custom_metric_value(name: str, f: OwnMetric, y: np.ndarray, scores: np.ndarray, where: str, defined: bool) -> float:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from unskew.errors import ConfigError, DataError
 from unskew.tasks.base import Task
+from unskew.tasks.intervals import mean_statistic, sums_statistic
+from unskew.tasks.metrics import MetricSet, Statistic
 
 LEAST = -1e6
 """Lowest reported R², also for predictions that are not finite."""
@@ -27,8 +31,12 @@ class Regression(Task):
 
     Attributes:
         name: Name of the task.
+        provides: What the task provides of a sample.
+        numeric_labels: Whether the labels of a table are columns of numbers.
+        standardized: Whether targets are standardized.
+        output_kind: What ``outputs`` returns.
+        loss_options: Values of the option ``loss``.
         scored: Primary metric, R².
-        labeled: False, because samples have no classes to count.
         extra_metrics: Names of the metrics in addition to loss and R².
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         kind: Loss: ``mse``, ``mae`` or ``huber``.
@@ -38,8 +46,12 @@ class Regression(Task):
     """
 
     name: ClassVar[str] = "regression"
+    provides: ClassVar[frozenset[str]] = frozenset(("vector",))
+    numeric_labels: ClassVar[bool] = True
+    standardized: ClassVar[bool] = True
+    output_kind: ClassVar[str] = "numbers"
+    loss_options: ClassVar[tuple[str, ...]] = ("mse", "mae", "huber", "huber:DELTA")
     scored: ClassVar[str] = "r2"
-    labeled: ClassVar[bool] = False
     extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
 
@@ -47,6 +59,43 @@ class Regression(Task):
     delta: float = 1.0
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+
+    @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Mean and standard deviation of each target."""
+        return {"mean": self.mean, "std": self.std}
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the regression of standardized targets."""
+        mean, std = (tuple(constants.get(name, ())) for name in ("mean", "std"))
+        if {*constants} - {"mean", "std"} or not len(mean) == len(std) == classes or min(std) <= 0:
+            raise ValueError("the constants are not a mean and a positive standard deviation per target")
+        return replace(self, mean=mean, std=std)
+
+    def with_loss(self, loss: str) -> Task:
+        """Return the regression with the loss ``mse``, ``mae``, ``huber`` or ``huber:DELTA``."""
+        kind, _, text = loss.partition(":")
+        try:
+            delta = float(text or 1)
+        except ValueError:
+            delta = 0.0
+        if not 0 < delta < math.inf:
+            raise ConfigError(
+                f"{loss!r}: write huber:DELTA with a number above 0, in standard deviations of the targets."
+            )
+        return replace(self, kind=kind, delta=delta)
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return the numbers ``[n, T]`` as float64."""
+        y = y[:, None] if y.dim() == 1 else y
+        if y.dim() != 2 or not y.shape[1]:
+            raise DataError(
+                f"The targets of {who} have shape {tuple(y.shape)}. Regression requires [n] or [n, targets]."
+            )
+        y = y.to(torch.float64)
+        if not bool(torch.isfinite(y).all()):
+            raise DataError(f"The targets of {who} contain NaN or infinite values. Remove those samples.")
+        return y
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss over samples and targets."""
@@ -78,9 +127,14 @@ class Regression(Task):
         """Compute R², MAE and RMSE."""
         return regression_metrics(tally, self.std)
 
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Convert standardized predictions ``[B, T]`` to original units."""
+        std, mean = (logits.new_tensor(values) for values in (self.std, self.mean))
+        return logits * std + mean
+
     def scores(self, logits: Tensor) -> Tensor:
         """Return predictions in the targets' original units, ``[B]``, or ``[B, T]`` for several targets."""
-        numbers = self.restored(logits.to(torch.float64))
+        numbers = self.outputs(logits.to(torch.float64))
         return numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
 
     def truth(self, y: Tensor) -> Tensor:
@@ -92,10 +146,17 @@ class Regression(Task):
         std, mean = (y.new_tensor(values) for values in (self.std, self.mean))
         return ((y - mean) / std).to(torch.float32)
 
-    def restored(self, predicted: Tensor) -> Tensor:
-        """Convert standardized predictions ``[B, T]`` to original units."""
-        std, mean = (predicted.new_tensor(values) for values in (self.std, self.mean))
-        return predicted * std + mean
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute R², MAE and RMSE."""
+        return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
+
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of the loss, R², MAE or RMSE."""
+        predicted, target = (torch.from_numpy(part.reshape(len(y), -1)) for part in (scores.astype(np.float64), y))
+        if name == "loss":
+            losses = self.losses(self.standardize(predicted), self.standardize(target))
+            return mean_statistic(losses.to(torch.float64).numpy())
+        return sums_statistic(name, Regression(), predicted, target)  # in the targets' units
 
 
 def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:

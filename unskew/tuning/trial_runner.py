@@ -97,7 +97,7 @@ class TuningPlan:
     @cached_property
     def objective(self) -> MetricInfo:
         """Metric that judges trials; by default the loss for language models, whose accuracy says little."""
-        if self.config.objective == AUTO and self.data.objective.name == "language":
+        if self.config.objective == AUTO and self.data.objective.tokens:
             return metric_info("loss")
         return run_metrics(self.config, self.data).objective
 
@@ -138,7 +138,7 @@ class TuningPlan:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
             spec = resolve_run(first, self.data, self.model, built).spec
-            if has_personal_models(built, spec) and self.data.objective.name != "language":
+            if has_personal_models(built, spec) and "vector" in self.data.objective.provides:
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:

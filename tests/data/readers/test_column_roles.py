@@ -261,7 +261,7 @@ def test_the_work_on_a_wide_table_is_not_that_of_all_columns_for_each_of_them():
     assert read.tolist() == [[1.0] * 300, [2.0] * 300]
     select_inputs(counting, ("y",), ColumnSelection(features=names), "a table")
     inputs = InputSpec(task="classification", shape=(300,), kind="float", classes=2, features=names)
-    assert torch.equal(rows_of_table(counting, Path("t.csv"), inputs), torch.from_numpy(read))
+    assert torch.equal(rows_of_table(counting, Path("t.csv"), inputs, new_site=False), torch.from_numpy(read))
     assert counting.asked < 20
 
 

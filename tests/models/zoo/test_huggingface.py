@@ -25,7 +25,7 @@ from unskew.data.load import load_federation
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.registry import METHODS, method, rule_class
+from unskew.methods.registry import METHODS, describe_method, method
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
@@ -395,7 +395,7 @@ def test_engines_agree(kind, engine, opt, texts):
     assert other.summary["bytes_up"] == reference.summary["bytes_up"]
 
 
-FITTING = [name for name in METHODS if "language" in rule_class(name).tasks]
+FITTING = [name for name in METHODS if "language" in describe_method(name)["tasks"]]
 SUMS = ["fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"]
 
 

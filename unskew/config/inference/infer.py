@@ -79,10 +79,10 @@ def infer_config(
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     inferred.seen.append(
         f"{len(fed.clients)} clients with {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
-        f"{classes if fed.objective.labeled else ''}"
+        f"{classes if 'counts' in fed.objective.provides else ''}"
     )
     inferred.seen += find_leaks(spec)
-    if fed.task == "classification":
+    if "one_class" in fed.objective.provides:
         _imbalance(inferred, fed)
     return inferred
 

@@ -33,11 +33,12 @@ class ColumnSelection(NamedTuple):
         dates: Date columns.
         missing: Treatment of missing numbers: ``error``, ``mean``, or ``indicator``, which also adds an input that
             marks them.
-        regression: Whether the label is a number to predict.
+        task: Task of the configuration, or ``auto``.
         agreed: Whether the selection is shared with other sites. A selected column may then be empty and an excluded
             column absent in this table.
         split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
         sorts: Whether the values of the column ``divides`` are sorted, and are not names.
+        harmonized: Whether columns are harmonized before they are standardized.
     """
 
     features: tuple[str, ...] = ()
@@ -46,15 +47,25 @@ class ColumnSelection(NamedTuple):
     categories: tuple[str, ...] = ()
     dates: tuple[str, ...] = ()
     missing: str = "error"
-    regression: bool = False
+    task: str = "auto"
     agreed: bool = False
     split: tuple[str | None, ...] = ()
     sorts: bool = False
+    harmonized: bool = False
+
+    @property
+    def numeric(self) -> bool:
+        """Whether the label columns are numbers to predict."""
+        if self.task == "auto":
+            return False
+        from unskew.tasks.registry import TASKS
+
+        return TASKS[self.task].numeric_labels
 
     @property
     def mixed(self) -> bool:
         """Return whether each column has a separate encoder that is fitted with global statistics."""
-        return bool(self.categories or self.dates) or self.missing != "error" or self.regression
+        return bool(self.categories or self.dates) or self.missing != "error" or self.numeric
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:
         """Return the label columns; more than one is possible only for regression.
@@ -63,7 +74,7 @@ class ColumnSelection(NamedTuple):
             label: Name of the label column.
             columns: Columns of the table.
         """
-        several = self.regression and label not in columns
+        several = self.numeric and label not in columns
         return parse_names(label) if several else (label,)
 
     def uses(self, label: str | None, one_class: bool) -> ColumnUses:
@@ -78,7 +89,7 @@ class ColumnSelection(NamedTuple):
         labels = () if label is None else (label, *parse_names(label))
         distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
         known = tuple(str(name) for name in distinct)
-        if self.regression:
+        if self.numeric:
             return ColumnUses(numbers=(*numbers, *labels), names=known, dates=self.dates)
         return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, self.dates)
 

@@ -18,6 +18,7 @@ from unskew.data.readers.column_roles import is_category, is_date, is_numeric, i
 from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
+from unskew.sums.base import ClientRows, Computed
 
 Kind = Literal["number", "category", "date"]
 
@@ -244,6 +245,25 @@ def missing_values(values: np.ndarray, known: Sequence[Encoder]) -> np.ndarray:
     """
     coded = np.array([encoder.kind == "category" for encoder in known])
     return np.asarray(np.isnan(values) | (coded & (values == 0)))
+
+
+def column_rows(values: np.ndarray, known: Sequence[Encoder]) -> ClientRows:
+    """Return the columns of rows as sums use them.
+
+    Args:
+        values: Columns, read with the encoders ``known``, ``[n, f]``.
+        known: Encoder of each column.
+    """
+    numbers, coded = numeric_columns(known), [j for j, encoder in enumerate(known) if encoder.kind == "category"]
+
+    def texts(index: int) -> np.ndarray:
+        return np.array([None, *known[coded[index]].values], object)[values[:, coded[index]].astype(np.int64)]
+
+    return ClientRows(
+        columns=tuple(known[j].name for j in numbers),
+        numbers=values[:, numbers].astype(np.float64),
+        texts=Computed([known[j].name for j in coded], texts),
+    )
 
 
 def column_scaling(encoders: Sequence[Encoder]) -> Normalization:

@@ -1,4 +1,4 @@
-"""Label columns of tables: one class per row, a list of labels per row, or regression targets."""
+"""Label columns of tables: one class per row, a list of labels per row, or numbers."""
 
 from __future__ import annotations
 
@@ -22,9 +22,8 @@ class EncodedLabels(NamedTuple):
 
     Attributes:
         names: Names of the classes or labels, in order.
-        ys: Targets of each part: class indices ``[n]``; multi-label, ``[n, L]`` of 0 and 1 as uint8; or numbers ``[n,
-            T]``.
-        task: ``"classification"``, ``"multilabel"`` or ``"regression"``.
+        ys: Targets of each part: class indices ``[n]``; or, multi-label, ``[n, L]`` of 0 and 1 as uint8.
+        task: ``"classification"`` or ``"multilabel"``.
     """
 
     names: tuple[str, ...]
@@ -74,8 +73,8 @@ def read_labels(
     return EncodedLabels(names, ys, "multilabel")
 
 
-def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLabels:
-    """Read regression targets as float64 ``[n, T]``.
+def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> list[np.ndarray]:
+    """Read columns of numbers to predict as float64 ``[n, T]``, for each part.
 
     Args:
         parts: pyarrow table of each part, by the part's name in errors.
@@ -103,7 +102,7 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> EncodedLab
                     f"{where}: the target column {column!r} has {bad} missing or infinite values. Remove those rows."
                 )
         ys.append(np.column_stack(targets))
-    return EncodedLabels(tuple(columns), ys, "regression")
+    return ys
 
 
 def is_list_type(kind: Any) -> bool:

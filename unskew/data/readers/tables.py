@@ -32,9 +32,10 @@ from unskew.data.readers.images import convert_channels, decode_column, is_binar
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
 from unskew.data.spec import Split
 from unskew.data.splits import check_no_shared_groups, test_row_mask
-from unskew.data.validation import as_targets, check_classes, check_targets
+from unskew.data.validation import as_targets, check_classes
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.filesystem import parse_json
+from unskew.tasks.registry import TASKS
 
 FEW_CLASSES, MANY = 10, 100
 """Limits for numbers as class labels.
@@ -119,7 +120,7 @@ class Source:
         """
         if classes is None or classes == self.classes:
             return self
-        if self.task != "classification":
+        if "one_class" not in TASKS[self.task].provides:
             raise ConfigError(
                 f"max_classes={classes} requires one class per sample, but {self.name} has other targets."
             )
@@ -187,8 +188,9 @@ def source_from_tables(
         check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
-    if choice.regression:
-        names, ys, task = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
+    if choice.numeric:
+        names, task = labels, choice.task
+        ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
     else:
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
         names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)
@@ -213,9 +215,10 @@ def source_from_tables(
     tables = []
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
         y = as_targets(values, f"{name}, {where}", task)
-        check_targets(y, len(names), f"{name}, {where}")
+        TASKS[task].check(y, len(names), f"{name}, {where}")
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
-    fitted = encoders if choice.mixed or any(x.dtype == torch.float64 for x in xs) else ()
+    fits = choice.mixed or choice.harmonized or any(x.dtype == torch.float64 for x in xs)
+    fitted = encoders if fits else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, Split(*choice.split) if choice.split else None)
     return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
@@ -260,7 +263,7 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
         DataError: If there are many distinct values, more than one per four rows, or numbers in an unusual notation.
     """
     column = train.column(label)
-    if task != "classification" or metadata_class_names(train, label):
+    if "one_class" not in TASKS[task].provides or metadata_class_names(train, label):
         return
     reason = why_text(column) if is_string(column.type) else None
     if reason not in (None, CODES) and classes > FEW_CLASSES:

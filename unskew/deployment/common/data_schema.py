@@ -23,9 +23,7 @@ from unskew.errors import ConfigError, DataError
 from unskew.json_models import read_model
 from unskew.runs.input_spec import InputColumn, StandardizedTask
 from unskew.tasks.base import Task
-from unskew.tasks.classification import Classification
 from unskew.tasks.registry import TASKS
-from unskew.tasks.regression import Regression
 
 
 @dataclass(frozen=True)
@@ -68,14 +66,14 @@ class DataSchema:
             federation.test[0].dtype,
             federation.normalization,
             federation.encoders,
-            StandardizedTask(mean=task.mean, std=task.std) if isinstance(task, Regression) else None,
-            task.weights if isinstance(task, Classification) else (),
+            StandardizedTask.model_validate(task.constants) if task.standardized else None,
+            task.weights,
         )
 
     @property
     def needs_sums(self) -> bool:
         """Return whether the schema depends on statistics over all sites."""
-        return bool(self.columns) or self.task == Regression.name
+        return bool(self.columns) or TASKS[self.task].standardized
 
     @property
     def open(self) -> DataSchema:
@@ -87,13 +85,13 @@ class DataSchema:
     def objective(self) -> Task:
         """Task that the sites train, except for the loss of regression."""
         if self.targets is not None:
-            return Regression(mean=self.targets.mean, std=self.targets.std)
+            return TASKS[self.task].with_constants({"mean": self.targets.mean, "std": self.targets.std}, self.classes)
         return TASKS[self.task]
 
     @property
     def counted(self) -> int:
         """Number of classes or labels for which a site reports sample counts; 0 if there are none."""
-        return self.classes if TASKS[self.task].labeled else 0
+        return self.classes if "counts" in TASKS[self.task].provides else 0
 
     def config(self) -> dict[str, Any]:
         """Return the schema as fields of a message."""

@@ -16,7 +16,8 @@ from pathlib import Path
 from unskew.deployment.flower.subprocesses import ManagedProcess, run_to_completion
 from unskew.errors import ConfigError, EngineError
 
-VERSION = "1.41.0"
+VERSIONS = ">=1.41,<1.44"
+"""Supported versions of Flower. All machines of a deployment need the same minor version."""
 CONNECTION = "unskew"
 QUIET = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -40,7 +41,7 @@ def program_path(name: str) -> str:
     executable = str(beside) if beside.is_file() else shutil.which(name)
     if executable is None:
         raise ConfigError(
-            f"{name} is not installed here: a deployment needs Flower {VERSION}. Install it into a separate environment "
+            f"{name} is not installed here: a deployment needs Flower {VERSIONS}. Install it into a separate environment "
             "with pip install --constraint constraints-deploy.txt 'unskew[flower,hub]', and run unskew from there."
         )
     return executable

@@ -13,7 +13,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.paths import with_absolute_paths
 from unskew.data.load import load_partitioned
 from unskew.deployment.common.data_schema import reference_schema
-from unskew.deployment.flower.cli import VERSION
+from unskew.deployment.flower.cli import VERSIONS
 from unskew.deployment.flower.subprocesses import run_to_completion
 from unskew.errors import ConfigError
 from unskew.filesystem import make_folder, write_atomic
@@ -52,7 +52,7 @@ def write_scripts(folder: Path) -> None:
 
 def write_app(folder: Path) -> Path:
     """Write the Flower app to a folder and return the app's folder."""
-    write_file(folder / "app" / "pyproject.toml", render_template("app.toml", version=VERSION))
+    write_file(folder / "app" / "pyproject.toml", render_template("app.toml", versions=VERSIONS))
     return folder / "app"
 
 
@@ -110,17 +110,13 @@ def init_project(folder: Path, config: Experiment) -> list[Path]:
         schema = reference_schema(load_partitioned(config.data_spec, config.seed), config)
         write_file(folder / "site" / "schema.json", json.dumps(schema.config(), indent=2))
     write_file(folder / "site" / "site.yaml", render_template("site.yaml", last=str((config.clients or 2) - 1)))
-    write_file(
-        folder / "README.md", render_template("README.md", version=VERSION, clients=clients, method=config.method)
-    )
-    write_file(
-        folder / "site" / "ADMINISTRATOR.md", render_template("ADMINISTRATOR.md", version=VERSION, method=config.method)
-    )
+    write_file(folder / "README.md", render_template("README.md", clients=clients, method=config.method))
+    write_file(folder / "site" / "ADMINISTRATOR.md", render_template("ADMINISTRATOR.md", method=config.method))
     for unit in UNITS:
         role = "superlink" if "superlink" in unit else "site"
         write_file(folder / role / unit, render_template(unit))
     nginx = (files("unskew.deployment") / "templates" / "nginx.conf").read_text(encoding="utf-8")  # its $ are nginx's
     write_file(folder / "superlink" / "nginx.conf", nginx)
     write_file(folder / "compose.yaml", render_template("compose.yaml"))
-    write_file(folder / "Dockerfile", render_template("Dockerfile", version=VERSION))
+    write_file(folder / "Dockerfile", render_template("Dockerfile"))
     return [folder / name for name in ("README.md", "site/ADMINISTRATOR.md", "experiment.yaml", "site/site.yaml")]

@@ -56,7 +56,8 @@ def remote_client(client: int, frame: Frame, federation: Federation, parameters:
             f"its model has {printable(built)[:40]} parameters, not {parameters}; install the same versions everywhere"
         )
     task = federation.objective
-    counts = read_class_counts(frame, federation.classes if task.labeled and federation.counts_known else 0)
+    counted = "counts" in task.provides and federation.counts_known
+    counts = read_class_counts(frame, federation.classes if counted else 0)
     num_samples = read_integer(frame.config, "num_samples")
     x, y = federation.test
     return ClientData(

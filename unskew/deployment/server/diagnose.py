@@ -38,7 +38,6 @@ from unskew.sums.exchange import SimulatedExchange
 from unskew.sums.registry import PERMISSIONS
 from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
-from unskew.tasks.regression import Regression
 
 LEAST_COUNT = 10
 """With masks, sites send exact counts, so that those of all sites below this number are not shown."""
@@ -215,7 +214,7 @@ def choose_statistics(names: Collection[str], config: Experiment, reference: Fed
     Raises:
         ConfigError: If a name is not known, or the experiment cannot use a statistic.
     """
-    encoders, regression = reference.encoders, reference.task == Regression.name
+    encoders, regression = reference.encoders, reference.objective.standardized
     numbers = [encoders[j].name for j in numeric_columns(encoders)]
     wrong = next((name for name in config.ranges if name not in numbers), None)
     if wrong is not None:
@@ -253,17 +252,17 @@ def chosen_statistics(run: ResolvedRun, chosen: Collection[str]) -> dict[str, St
     statistics: dict[str, Statistic] = {}
     if {"missing", "moments", "histograms"} & {*chosen}:
         numbers = tuple(known[j].name for j in numeric_columns(known))
-        targets = fed.names if fed.task == Regression.name else ()
+        targets = fed.names if fed.objective.standardized else ()
         names = tuple(encoder.name for encoder in known)
         statistics["columns"] = ColumnSummary(names, numbers, targets, config.ranges, chosen)
     if "counts" in chosen:
-        classes = fed.classes if fed.objective.labeled else 0
+        classes = fed.classes if "counts" in fed.objective.provides else 0
         statistics["labels"] = LabelSkew(classes, y.dim() == 1)
     if "features" in chosen:
         if has_class_means(x, y):
             statistics["features"] = FeatureSkew(fed.classes, x[:1].numel())
         codes, center = input_columns(fed, config.features)[1:]
-        if fed.objective.labeled or fed.task == Regression.name:
+        if "vector" in fed.objective.provides:
             wide = sum(count or 1 for count in codes) > WIDEST
             used = () if wide else tuple(codes)
             statistics["label variance"] = LabelVariance(used, center[: len(used)], fed.classes)
@@ -348,7 +347,12 @@ def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences
 
 
 def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
-    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact."""
+    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact.
+
+    Args:
+        exchange: Exchange that has asked for class counts.
+        run: Data that the sites have agreed on.
+    """
     counts = exchange.of_clients("class_counts")
     rows = sum(exchange.exchange.num_samples[k] for k in counts)
     counted = sum(int(own["counts"].sum()) for own in counts.values())

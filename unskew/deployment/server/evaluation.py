@@ -35,7 +35,6 @@ from unskew.methods.registry import method as method_of
 from unskew.records.result import read_summary
 from unskew.serving.load import OpenedRun, empty_federation, open_run
 from unskew.simulation.checkpoint import newest_checkpoint
-from unskew.tasks.metrics import METRICS
 
 NAME = "evaluation.json"
 MODELS = ("global", "local", "personal")
@@ -75,7 +74,7 @@ class EvaluationPlan:
         if not 0.5 <= self.level < 1:
             raise ConfigError(f"level={self.level:g} must be at least 0.5 and below 1, such as 0.95.")
         task = opened.inputs.objective
-        known = [task.scored, "loss", *task.extra_metrics, *(METRICS if task.name == "classification" else ())]
+        known = [task.scored, "loss", *task.extra_metrics, *task.requestable]
         if unknown := [name for name in self.metrics if name not in known]:
             raise ConfigError(unknown_name("metric", unknown[0], known))
         if opened.config.secure_aggregation == "required" and (self.cross or {*self.models} != {"global"}):
@@ -289,7 +288,7 @@ class SiteEvaluator:
     def _ask(self, name: str, clients: Sequence[int], create: Callable[[int], Frame]) -> dict[int, Scored]:
         """Ask sites about a model; a site that was killed is asked again when it is back."""
         known = self.opened.inputs
-        classes = known.classes if known.objective.labeled else 0
+        classes = known.classes if "counts" in known.objective.provides else 0
         requests = {k: create(k) for k in clients if self.sites.sites[k].node is not None}
         self.sites.log("evaluation requested", model=name)
         replies = ask_sites(
@@ -331,5 +330,10 @@ class SiteEvaluator:
 
 
 def encode_model(v: Tensor, b: Tensor) -> dict[str, Blob]:
-    """Encode a model and its buffers as the arrays of a message."""
+    """Encode a model and its buffers as the arrays of a message.
+
+    Args:
+        v: Parameters, ``[d]``.
+        b: Buffers, ``[m]``.
+    """
     return encode_record("model", {"v": v, "b": b})

@@ -32,7 +32,7 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
         inputs: Input specification of the model.
         level: Level of the intervals.
     """
-    classes = inputs.classes if inputs.task == "classification" else 0
+    classes = inputs.classes if "one_class" in inputs.objective.provides else 0
     (sums,) = exchange(
         [SumRequest("scores", {"classes": classes, "tally": empty_tally(inputs).numel()}, {"v": v, "b": b})]
     )
@@ -50,9 +50,9 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
 
 def empty_tally(inputs: InputSpec) -> Tensor:
     """Return a tally of the task, for its shape."""
-    several = inputs.task in ("multilabel", "regression")
-    y = torch.zeros((1, inputs.classes)) if several else torch.zeros(1, dtype=torch.int64)
-    return inputs.objective.tally(torch.zeros(1, inputs.classes), y)
+    task = inputs.objective
+    y = torch.zeros(1, dtype=torch.int64) if "one_class" in task.provides else torch.zeros((1, inputs.classes))
+    return task.tally(torch.zeros(1, inputs.classes), y)
 
 
 def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, tuple[float, Interval]]:
@@ -76,7 +76,7 @@ def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, 
     measured = task.measure(sums["sums"][TALLIES:].reshape(empty_tally(inputs).shape), loss)
     found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
     found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
-    if inputs.task == "classification":
+    if "one_class" in task.provides:
         cells, confusion, probabilities = (sums[name].numpy() for name in ("cells", "confusion", "probabilities"))
         metrics = replace(inputs.metrics, level=level)
         found |= class_metrics_from_sums(cells, confusion, probabilities, metrics)

@@ -232,6 +232,11 @@ def check_deployable(config: Experiment) -> None:
         raise ConfigError("unseen is not supported over real sites, because every site takes part. Remove it.")
     if config.shift is not None:
         raise ConfigError("shift changes simulated clients' inputs and is not supported over real sites. Remove it.")
+    if config.harmonize.method != "none":
+        raise ConfigError(
+            f"harmonize={config.harmonize.method} is available in simulations only. Harmonize the tables of the sites before "
+            "the run, or remove it."
+        )
     at_clients = [name for name in config.diagnose if name in AT_CLIENTS]
     if at_clients:
         raise ConfigError(

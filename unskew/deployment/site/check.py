@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 
 from unskew.config.experiment import Experiment
+from unskew.data.partitioned import target_names
 from unskew.data.readers.column_roles import INPUT
 from unskew.deployment.common.agreement import SKEW, experiment_digest
 from unskew.deployment.common.data_schema import read_schema, reference_schema
@@ -170,7 +171,7 @@ def statistics_findings(site: SiteConfig, config: Experiment, samples: SiteData)
     encoded = {encoder.name for encoder in source.encoders if encoder.kind == "category"}
     numbers = [name for name in inputs if name not in encoded]
     ranges = getattr(config, "ranges", None) or {}
-    targets = list(source.class_names) if source.task == "regression" else []
+    targets = list(target_names(source))
     for kind in (kind for kind in SUMS.values() if kind.permission in rules.allow):
         columns = inputs if kind.permission == "missing" else numbers
         known = {"columns": columns, "targets": targets, "classes": source.classes}

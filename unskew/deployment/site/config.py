@@ -141,6 +141,9 @@ class SiteConfig(Section):
     """Statistics that the site sends."""
     evaluate: EvaluationRules = EvaluationRules()
     """Models that the site evaluates."""
+    checkpoint_minutes: Positive = 10.0
+    """Minutes of local training after which a checkpoint is stored in the folder of the state. After a restart, an
+    interrupted training continues from it."""
     threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """Number of training threads; results are bit-identical to a simulation with the same number."""
     device: str = "cpu"

@@ -28,7 +28,7 @@ from unskew.deployment.common.data_schema import DataSchema, reference_schema
 from unskew.deployment.site.config import OwnData, SiteConfig, resolve_path
 from unskew.errors import ConfigError, DataError
 from unskew.sums.base import ClientRows
-from unskew.tasks.regression import Regression
+from unskew.tasks.registry import TASKS
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,8 @@ class SiteData:
         else:
             x, x_test = (part.x for part in parts)
         task, names = reference.objective, reference.class_names or source.class_names
-        if isinstance(task, Regression):
+        if "counts" not in task.provides:
             y, y_test = (task.standardize(part.y) for part in parts)
-        elif not task.labeled:
-            y, y_test = (part.y for part in parts)
         else:
             y, y_test = (relabel(part.y, source.class_names, reference.class_names, self.who) for part in parts)
         if x.dtype == torch.int64 and x.shape[1] < reference.shape[0]:
@@ -83,7 +81,7 @@ class SiteData:
         relabeled = replace(
             reference, shape=tuple(x.shape[1:]), classes=classes, class_names=names, task=source.task, dtype=x.dtype
         )
-        if reference.task == "language":
+        if task.tokens:
             relabeled = replace(relabeled, classes=reference.classes, class_names=reference.class_names)
         reference.check(relabeled, self.who)
         federation = Federation(
@@ -115,9 +113,9 @@ class SiteData:
         source = self.source
         if not len(self.train):
             raise DataError(f"{self.who} has no training samples.")
-        if reference.objective.labeled and source.task == reference.task:
+        if "counts" in reference.objective.provides and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
-        if source.task == Regression.name and source.class_names != reference.class_names:
+        if TASKS[source.task].numeric_labels and source.class_names != reference.class_names:
             raise ConfigError(
                 f"{self.who} has the targets {', '.join(source.class_names)}, but the server has "
                 f"{', '.join(reference.class_names)}."
@@ -231,7 +229,7 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
         experiment.categories,
         experiment.dates,
         experiment.missing,
-        experiment.task == "regression",
+        experiment.task,
         agreed=True,
         split=parse_split(experiment.split_by) if experiment.split_by is not None else (),
         sorts=experiment.partition.startswith("sorted"),

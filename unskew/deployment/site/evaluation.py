@@ -36,12 +36,10 @@ from unskew.simulation.evaluate import Evaluator, truth_and_scores
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 from unskew.simulation.sampler import Sampler
 from unskew.sums.base import HeldOutScores
+from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import LEVEL
-from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet
+from unskew.tasks.metrics import TWO_CLASSES, MetricSet
 from unskew.tasks.primary_metric import RECALL
-
-MOST_RECALLS = 10
-"""Maximum number of classes whose recalls are reported."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +192,15 @@ def requested_model(work: SiteTrainer, name: str, request: Frame, state: SiteSta
 
 
 def check_model(sent: Mapping[str, Tensor], work: SiteTrainer) -> tuple[Tensor, Tensor]:
-    """Validate a received model and return it, ``v [d]`` and ``b [m]`` (raises ``InvalidMessageError`` otherwise)."""
+    """Validate a received model and return it, ``v [d]`` and ``b [m]``.
+
+    Args:
+        sent: Tensors ``v`` and ``b`` of the message.
+        work: Trainer of the experiment.
+
+    Raises:
+        InvalidMessageError: If the model does not have the size of the experiment's.
+    """
     spec, norm = work.spec, work.wire_context.norm
     v = check_tensor("model/v", sent.get("v"), spec.flatten(), spec.size, norm)
     return v, check_tensor("model/b", sent.get("b"), spec.flatten_buffers(), sum(spec.buffer_sizes), norm)
@@ -222,7 +228,7 @@ def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
         )
         return HeldOutScores(sums, p, y, y)
     sums, logits = work.evaluator.client_sums(v, b, data)
-    if task.name != "classification":
+    if "one_class" not in task.provides:
         return HeldOutScores(sums, np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
     y, p = truth_and_scores(task, logits, data.y_test)
     return HeldOutScores(sums, p, y, every_metric(work, LEVEL).decided(p))
@@ -235,14 +241,9 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
         work: Trainer of the experiment.
         level: Level of the intervals.
     """
-    federation, names = work.original, []
-    task = federation.objective
-    if task.name == "classification":
-        left_out = [
-            *(["recall"] if federation.classes > MOST_RECALLS else []),
-            *TWO_CLASSES * (federation.classes != 2),
-        ]
-        names = [name for name in METRICS if name not in left_out]
+    federation, task = work.original, work.original.objective
+    left_out = [*(["recall"] if federation.classes > MOST_RECALLS else []), *TWO_CLASSES * (federation.classes != 2)]
+    names = [name for name in task.requestable if name not in left_out]
     config = work.config.model_copy(update={"metrics": tuple(names), "objective": AUTO})
     computed = run_metrics(config, federation).computed
     intervals = (task.scored, "loss", *task.extra_metrics, *computed.names)
@@ -250,7 +251,12 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
 
 
 def is_recall(key: str, label: str) -> bool:
-    """Return whether a key names the recall of a class, or an end of its interval."""
+    """Return whether a key names the recall of a class, or an end of its interval.
+
+    Args:
+        key: Name of a metric or of an end of its interval.
+        label: Name of the class.
+    """
     return key in (f"{RECALL}{label}", f"{RECALL}{label}_low", f"{RECALL}{label}_high")
 
 

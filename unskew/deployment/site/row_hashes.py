@@ -17,6 +17,7 @@ from torch import Tensor
 from unskew.data.readers.column_roles import INPUT, LABEL
 from unskew.data.readers.tables import SampleTable, Source
 from unskew.deployment.site.data import SiteData
+from unskew.tasks.registry import TASKS
 
 RowHashes = dict[str, Tensor]
 """Hash of the value of each row, int64 ``[n]``, by column."""
@@ -42,9 +43,10 @@ def _values(rows: SampleTable, source: Source) -> RowValues:
         values["inputs"] = [(row[row >= 0] if text else row).tobytes() for row in rows.x.contiguous().numpy()]
     names, y = source.class_names, rows.y.tolist()
     label = next((name for name, role in source.columns.items() if role.startswith(LABEL)), "label")
-    if source.task == "regression":
+    task = TASKS[source.task]
+    if task.numeric_labels:
         values |= {name: [row[j] for row in y] for j, name in enumerate(names)}
-    elif source.task == "multilabel":
+    elif not task.exclusive:
         values[label] = [str([name for name, has in zip(names, row, strict=True) if has]) for row in y]
     elif names and rows.y.dim() == 1:
         values[label] = [names[number] for number in y]

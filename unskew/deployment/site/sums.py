@@ -34,6 +34,7 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
         ConfigError: If it does not need one of them.
     """
     needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
+    needed |= dict.fromkeys(("cross_products", "residuals"), config.harmonize.method != "none")
     wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
     if wrong is not None:
         raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")

@@ -13,6 +13,7 @@ from unskew.data.federation import ClientData, Federation
 from unskew.deployment.common.client_view import SingleClientView
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg.protocol import min_sites
+from unskew.deployment.site.checkpoint import SiteCheckpoint
 from unskew.deployment.site.config import SiteConfig
 from unskew.deployment.site.data import SiteData
 from unskew.deployment.site.ledger import DataLedger
@@ -88,6 +89,7 @@ class SiteTrainer:
             self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
         self.noise = self.wire_context.site_noise
+        self.private = any(rule.poisson_batches for rule in self.method.client)
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
         self._trainer: tuple[Any, LocalTrainer] | None = None
         self._replied: tuple[str, Frame] | None = None
@@ -175,11 +177,14 @@ class SiteTrainer:
             received: Data received before the first round.
         """
         broadcast = self._read_broadcast(request, state, training=True)
+        checkpoint = SiteCheckpoint(self.site, state.folder, request, broadcast.state)
         with device_modes(self.device, self.config.precision):
-            update = self._trainer_for(request, received).train(broadcast)
+            update = self._trainer_for(request, received).train(broadcast, checkpoint)
         # With noise at the sites, an update that is not finite counts as zero, and the server must not learn of it.
         usable = self.noise is None or update.is_finite()
         state.keep(broadcast.round, broadcast.state.updated(update.state) if usable else broadcast.state)
+        if self.private or self.noise is not None:
+            checkpoint.remove()  # the reply is stored instead; other methods may have to train the last steps again
         return update, broadcast
 
     def without_data(self, upload: dict[str, Tensors], round: int) -> Update:
@@ -208,16 +213,16 @@ class SiteTrainer:
         """
         self._check_agreed_round(request)
         if self.config.secure_aggregation != "required":
-            key, private = request_digest(request), any(rule.poisson_batches for rule in self.method.client)
+            key = request_digest(request)
             round = read_integer(request.config, "round")
-            if private:
+            if self.private:
                 stored = state.reply(round, key)
                 if stored is not None:
                     return stored
             if self._replied is None or self._replied[0] != key:
                 update, broadcast = self.trained(request, state, received)
                 self._replied = key, encode_update(update, broadcast, self.wire_context)
-            if private:
+            if self.private:
                 state.keep_reply(round, key, self._replied[1])
             return self._replied[1]
         run, session = read_text(request.config, "run"), read_text(request.config, "session")
@@ -272,7 +277,7 @@ class SiteTrainer:
         counted, epochs = (
             read_integer(request.config, n) if n in request.config else None for n in ("counted", "local_epochs")
         )
-        if (counted, epochs) != (None, None) and any(rule.poisson_batches for rule in self.method.client):
+        if (counted, epochs) != (None, None) and self.private:
             raise InvalidMessageError("it changes the number of local steps, which the private noise depends on")
         return self.trainer(received, counted, epochs)
 

@@ -134,7 +134,7 @@ def _text_digest(value: Any) -> str:
 
 
 def request_digest(frame: Frame) -> str:
-    """Return a digest of a message without ``attempt``, which is equal for repeated messages."""
-    config = {name: value for name, value in frame.config.items() if name != "attempt"}
+    """Return a digest of a message without ``attempt`` and ``session``, which is equal for repeated messages."""
+    config = {name: value for name, value in frame.config.items() if name not in ("attempt", "session")}
     arrays = [[name, blob.digest()] for name, blob in sorted(frame.arrays.items())]
     return _text_digest([frame.kind, config, frame.metrics, arrays])

@@ -55,7 +55,7 @@ class FedCOG(ClientRule):
     """Consensus-oriented generation.
 
     Attributes:
-        tasks: Supported tasks.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         n: Number of generated inputs.
         g_steps: Optimization steps on the inputs.
@@ -96,7 +96,7 @@ class FedCOG(ClientRule):
     paper: ClassVar[str] = "Ye et al. 2023, arXiv:2312.05966"
     # The paper's grids.
     spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log_range(0.01, 10.0), "lambda_kd": log_range(1e-3, 1.0)}
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "multilabel")
+    needs = ("counts",)
     tasks_reason: ClassVar[str] = "it learns inputs for given labels"
 
     n: Annotated[int, Field(ge=1)] = 256
@@ -149,7 +149,7 @@ class FedCOG(ClientRule):
             )
         if self.generator == "network" and self.g_batch:
             raise ConfigError("fedcog:generator=network trains one network for all inputs. Remove g_batch.")
-        if self.cooccurrence and federation.task != "multilabel":
+        if self.cooccurrence and "one_class" in federation.objective.provides:
             raise ConfigError("fedcog:cooccurrence=true needs a multi-label task, but here each sample has one class.")
         if self.explicit and max(self.explicit) >= federation.classes:
             wrong, last = max(self.explicit), federation.classes - 1

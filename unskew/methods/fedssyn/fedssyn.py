@@ -74,7 +74,7 @@ class Fedssyn(DataRule):
 
     Attributes:
         weights: Client weighting with ``client_weighting=auto``; None if the method does not choose one.
-        tasks: Supported tasks.
+        needs: Requirements of the rule, see ``unskew.protocol.requirements``.
         tasks_reason: Reason why other tasks are not supported: a clause that follows "because".
         rho: Share of a client's samples that its generator is trained on.
         n_syn: Images that each client generates; by default the paper's 50000/N: the size of the training set,
@@ -108,7 +108,7 @@ class Fedssyn(DataRule):
     summary: ClassVar[str] = "clients share shuffled synthetic images before training"
     paper: ClassVar[str] = "Li et al. 2023, arXiv:2306.13263"
     weights: ClassVar[Weights | None] = "uniform"
-    tasks: ClassVar[tuple[str, ...]] = ("classification",)
+    needs = ("one_class",)
     tasks_reason: ClassVar[str] = "each image that it generates has one class"
 
     rho: Annotated[float, Field(gt=0, le=1)] = 0.75

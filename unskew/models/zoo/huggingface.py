@@ -18,6 +18,7 @@ from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.models.zoo.hf_wrappers import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
 from unskew.models.zoo.lora import add_lora, first_line, parse_lora
+from unskew.tasks.registry import TASKS
 
 Options = Mapping[str, Any]
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
@@ -63,7 +64,8 @@ def hugging_face(
         raise ConfigError(
             "The name of the model is missing. Use hf:NAME with a Hugging Face Hub name or a local folder."
         )
-    kind = "CausalLM" if task == "language" else "ImageClassification" if len(shape) == 3 else "SequenceClassification"
+    kind = "ImageClassification" if len(shape) == 3 else "SequenceClassification"
+    kind = "CausalLM" if TASKS[task].tokens else kind
     factors = None if lora is None else parse_lora(lora)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 import sys
-
-from flwr.cli.app import app
+from importlib.metadata import entry_points
 
 
 def main(commands: list[list[str]]) -> None:
     """Run the commands in turn; the first one that fails ends the process with its exit code."""
+    (program,) = entry_points(group="console_scripts", name="flwr")
+    run = program.load()
     for command in commands:
+        sys.argv = ["flwr", *command]
         try:
-            app(command, prog_name="flwr", standalone_mode=False)
+            run()
         except SystemExit as end:
             if end.code:
                 raise
