@@ -24,9 +24,9 @@ _KEYS = "public keys, encrypted shares of secrets, signatures and the update und
 REQUESTS: dict[str, RequestKind] = {
     "hello": RequestKind(
         "a site connects, and when the columns are known",
-        "name and client number, versions of the software, clock, numbers of training and held-out samples, samples per "
-        "class, size of the model",
-        "the same without the samples per class",
+        "name and client number, versions of the software, clock, numbers of training and held-out samples, size of the "
+        "model; samples per class only for methods that weight sites by them (`feddisco`)",
+        "the same without samples per class",
     ),
     "sums": RequestKind(
         "before the first round, and in `deploy diagnose` and `deploy evaluate`",

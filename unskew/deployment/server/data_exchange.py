@@ -79,7 +79,9 @@ def read_class_counts(frame: Frame, classes: int) -> Tensor:
     Raises:
         InvalidMessageError: If the counts are missing or invalid.
     """
-    check_records(frame, ("client_info",))
+    check_records(frame, ("client_info",) if classes else ())
+    if not classes:
+        return torch.zeros(0, dtype=torch.int64)
     counts = decode_record(frame, "client_info").get("class_counts")
     if counts is None or counts.dtype != torch.int64 or tuple(counts.shape) != (classes,) or (counts < 0).any():
         raise InvalidMessageError(f"it does not report sample counts of {classes} classes")

@@ -114,7 +114,7 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield Finding("data", True, f"{counts}, {which}")
     if compared:
         yield Finding("data", None, compared)
-    for line in describe_sums(samples.rows(), config.category_values):
+    for line in describe_sums(samples.rows(), config):
         yield Finding("sent once", None, line)
     yield from statistics_findings(site, config, samples)
     work = SiteTrainer(site, config, reference, samples)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from unskew.config.experiment import Experiment
@@ -78,20 +78,24 @@ def masked_reply(
     )
 
 
-def describe_sums(rows: ClientRows, agreed: Collection[str]) -> list[str]:
+def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
     """Describe, for the administrator of a site, the statistics that the experiment itself needs from the site.
 
     Args:
         rows: Training rows of the site, as read.
-        agreed: Categorical columns whose values the experiment lists.
+        config: The experiment.
     """
     args, lines = {"columns": [*rows.columns], "targets": [*rows.target_names]}, []
     if rows.columns or rows.target_names:
         requests = [SumRequest(kind, args) for kind in ("moments", "squares")]
         size = sum(num_bytes(own) for own in own_sums(rows, requests[:1])) * 3 // 2
         lines.append("; ".join(SUMS[request.kind].describe(request) for request in requests) + f"; {size} bytes")
-    for name in (name for name in rows.values if name not in agreed):
+    for name in (name for name in rows.values if name not in config.category_values):
         values = rows.values[name]
         size = len(json.dumps([*values], ensure_ascii=False, separators=(",", ":")).encode())
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
+    if config.class_weights == "balanced":
+        lines.append("number of samples of each class")
+    if config.coefficients:
+        lines.append("up to 22 times, after the last round: score and information of a logistic regression")
     return lines

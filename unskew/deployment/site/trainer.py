@@ -127,12 +127,12 @@ class SiteTrainer:
     def client_info(self, data: ClientData) -> Frame:
         """Create a report of samples for the server: their number, class counts, and the size of the model."""
         needed = callable(self.method.weights)  # else the server learns class counts only from sums
-        counts = self.count_classes(data) if needed else torch.zeros(0, dtype=torch.int64)
+        counts = {"class_counts": self.count_classes(data)} if needed and self.reference.counted else {}
         sizes = data.num_samples, len(data.y_test)
         if self.noise is not None:  # nothing that depends on the samples
             sizes = HIDDEN_SIZE, 0
         config = {**size_report(self.site, *sizes), "parameters": self.spec.size}
-        return Frame("client_info", config, {}, encode_record("client_info", {"class_counts": counts}))
+        return Frame("client_info", config, {}, encode_record("client_info", counts))
 
     def trainer(self, received: ReceivedData, counted: int | None, epochs: int | None) -> LocalTrainer:
         """Return the trainer for the site's samples and the data received before the first round.
