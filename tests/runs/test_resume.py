@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.xdist_group("proce
 
 RUN = (*TINY, "--method", "scaffold+fedavgm", "--rounds", "6", "--lr", "0.1", "--participation", "0.5")
 RUN = (*RUN, "--set", "network.drop=0.2", "--set", "checkpoint_every=1")
-RUN = (*RUN, "--partition", "iid", "--clients", "12")
+RUN = (*RUN, "--partition", "iid", "--clients", "12", "--metrics", "auroc,auprc,f1,brier")
 
 
 @dataclass(frozen=True)
