@@ -1,12 +1,19 @@
 import gc
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from support.running import blank, end_all
 from support.unit import forbid_starts, is_unit
+
+
+def pytest_configure(config):
+    """Handle Ctrl-C also where a shell has started the tests in the background, which makes it ignored."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks

@@ -63,6 +63,15 @@ def test_requests_with_equal_content_have_equal_digests_and_others_differ():
     assert len({one.digest, *(other.digest for other in others)}) == 5
 
 
+def test_a_name_that_looks_like_the_content_of_another_tensor_gives_another_digest():
+    mean, more = torch.tensor([1.0, 2.0], dtype=torch.float64), torch.tensor([5.0], dtype=torch.float64)
+    glued = "mean" + f" {mean.dtype} {[2]}" + mean.numpy().tobytes().decode("latin1") + "more"
+    assert (
+        SumRequest("squares", {}, {"mean": mean, "more": more}).digest
+        != SumRequest("squares", {}, {glued: more}).digest
+    )
+
+
 @pytest.mark.parametrize("name", sorted(SUMS))
 def test_every_kind_describes_itself_for_an_administrator(name):
     assert len(type(SUMS[name]).__doc__) > 10

@@ -130,17 +130,20 @@ def forget(
         file: The site's configuration, site.yaml.
     """
     from unskew.deployment.site.config import load_site_config
+    from unskew.deployment.site.ledger import FILE as LEDGER
+    from unskew.deployment.site.ledger import SumsLedger
     from unskew.deployment.site.statistics_ledger import StatisticsLedger
 
     state = load_site_config(file).path("state", file.parent.absolute())
     forgotten = StatisticsLedger(state).forget()
+    SumsLedger(state / LEDGER, "").forget()
     grids = ", ".join(forgotten.grids) or "no column"
     lines = (
         f"Forgotten: {len(forgotten.replies)} stored replies, hashes of {len(forgotten.data)} data sets, and the grids of "
         f"{grids}. Not forgotten: the privacy losses, {forgotten.spent:g} in total.",
         "The site now computes requested statistics again. Whoever has the earlier replies can compare: the difference shows "
         "the rows that have changed since, even a single one; noise that is drawn again can be averaged; two grids of a "
-        "column show finer cells.",
+        "column show finer cells. Masked sums of statistics may be over other clients than before.",
     )
     for line in lines:
         console_for().print(line, highlight=False, soft_wrap=True)

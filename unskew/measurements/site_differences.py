@@ -146,7 +146,11 @@ def linear_model(products: np.ndarray) -> np.ndarray:
     """
     inputs = len(products)
     scale = np.sqrt(np.diag(products[:, :inputs]).clip(1e-300))
-    inverse = np.linalg.pinv(products[:, :inputs] / np.outer(scale, scale), rcond=1e-9, hermitian=True)
+    scaled = products[:, :inputs] / np.outer(scale, scale)
+    try:
+        inverse = np.linalg.pinv(scaled, rcond=1e-9, hermitian=True)
+    except np.linalg.LinAlgError:  # sums that no rows can have
+        inverse = np.zeros_like(scaled)
     return np.asarray(inverse @ (products[:, inputs:] / scale[:, None]) / scale[:, None])
 
 

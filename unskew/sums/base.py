@@ -44,11 +44,16 @@ class SumRequest:
     @property
     def digest(self) -> str:
         """Digest of the request, the same at every client."""
-        text = hashlib.sha256(json.dumps([self.kind, self.args], sort_keys=True).encode())
-        for name, tensor in sorted(self.tensors.items()):
-            text.update(f"{name} {tensor.dtype} {[*tensor.shape]}".encode())
-            text.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return text.hexdigest()
+        constants = [
+            [
+                name,
+                str(t.dtype),
+                [*t.shape],
+                hashlib.sha256(t.detach().cpu().contiguous().numpy().tobytes()).hexdigest(),
+            ]
+            for name, t in sorted(self.tensors.items())
+        ]
+        return hashlib.sha256(json.dumps([self.kind, self.args, constants], sort_keys=True).encode()).hexdigest()
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return a float64 constant of the request.

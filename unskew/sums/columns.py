@@ -16,6 +16,8 @@ from unskew.sums.base import FREE, Arguments, ClientRows, SumKind, SumRequest, S
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
+LARGEST_SUM = 1e15
+"""Largest magnitude of the sum of a column at one client."""
 CELLS = 64
 """Number of cells of a histogram between the ends of its range."""
 
@@ -112,6 +114,12 @@ class Moments(SumKind):
     def cells(self, request: SumRequest) -> tuple[str, ...]:
         """Return the names of the tensors that count rows."""
         return ("counts",)
+
+    def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:
+        """Validate the summands of a client; a larger sum would give others squares that are too large."""
+        super().check(request, own)
+        if bool((own["sums"].abs() > LARGEST_SUM).any()):
+            raise DataError(f"a sum is larger than {LARGEST_SUM:g}; divide the column by a power of ten")
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

@@ -30,6 +30,25 @@ def fisher_sums(x: np.ndarray, y: np.ndarray, beta: np.ndarray) -> dict[str, Ten
     }
 
 
+def design_rows(rows: ClientRows, request: SumRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the arguments of ``fisher_sums`` for a client (raises ``DataError`` if its inputs are others)."""
+    args, x, y = request.args, rows.x, rows.y
+    codes, kept = [*map(int, args["codes"])], np.array([True, *args["kept"]], bool)
+    if x is None or y is None or y.dim() != 1 or x[:1].numel() != len(codes):
+        raise DataError("The request for coefficients is for other inputs than these data have.")
+    center, beta = request.tensor("center", len(codes)).numpy(), request.tensor("beta", int(kept.sum())).numpy()
+    columns = np.column_stack([np.ones(len(y)), input_values(x.cpu(), codes, center)])[:, kept]
+    return columns, y.cpu().numpy() == int(args["event"]), beta
+
+
+def effective_rows(rows: ClientRows, request: SumRequest) -> float:
+    """Return the effective number ``(sum w)^2 / sum w^2`` of rows in the information, with ``w = p (1 - p)`` of each row."""
+    columns, _, beta = design_rows(rows, request)
+    logits = columns @ beta
+    weights = np.exp(-np.logaddexp(0, -logits) - np.logaddexp(0, logits))
+    return float(weights.sum() ** 2 / max(np.square(weights).sum(), 1e-300))
+
+
 class Fisher(SumKind):
     """Score, information and log-likelihood of a logistic regression at given coefficients, rows and events."""
 
@@ -37,13 +56,7 @@ class Fisher(SumKind):
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
-        args, x, y = request.args, rows.x, rows.y
-        codes, kept = [*map(int, args["codes"])], np.array([True, *args["kept"]], bool)
-        if x is None or y is None or y.dim() != 1 or x[:1].numel() != len(codes):
-            raise DataError("The request for coefficients is for other inputs than these data have.")
-        center, beta = request.tensor("center", len(codes)).numpy(), request.tensor("beta", int(kept.sum())).numpy()
-        columns = np.column_stack([np.ones(len(y)), input_values(x.cpu(), codes, center)])[:, kept]
-        return fisher_sums(columns, y.cpu().numpy() == int(args["event"]), beta)
+        return fisher_sums(*design_rows(rows, request))
 
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor."""

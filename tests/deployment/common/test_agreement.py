@@ -405,10 +405,16 @@ def test_sums_of_columns_are_not_answered_with_noise_at_the_sites(tmp_path):
     place = LoopPlace(tmp_path, values, **own)
     schema = DataSchema.of(load_federation_for(config, ())).open
     base = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
-    for asked in (Frame("hello"), encode_requests([SumRequest("moments", {"columns": ["age"]})], session="1")):
-        answer = place.sites[3].answer(Frame(asked.kind, {**asked.config, **base, **schema.config()}, {}, asked.arrays))
+    moments = encode_requests([SumRequest("moments", {"columns": ["age"]})], session="1")
+    words = "noise at the sites does not protect"
+    for asked, known, reason in (
+        (Frame("hello"), schema, words),
+        (moments, schema, words),
+        (moments, replace(schema, settled=True), "needs the data schema"),
+    ):
+        answer = place.sites[3].answer(Frame(asked.kind, {**asked.config, **base, **known.config()}, {}, asked.arrays))
         assert answer.kind == "refused"
-        assert "noise at the sites does not protect" in answer.config["reason"]
+        assert reason in answer.config["reason"]
 
 
 @pytest.mark.parametrize("masked", ["required", "off"])

@@ -11,12 +11,16 @@ from support.deployed_runs import compare
 from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
+from unskew.config.loader import experiment
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.errors import ConfigError, EngineError
+from unskew.runs.run import load_federation_for
 from unskew.sums.columns import encode_values
 
 pytest.importorskip("pyarrow")
@@ -160,6 +164,26 @@ def test_what_sums_do_not_go_with_is_refused_before_the_start(asked, deployment,
     with pytest.raises(ConfigError, match=words):
         own(tmp_path, place, values, **deployment)
     assert place.link.sent == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "column", "kind", "words"),
+    [
+        ({"features": "age,dose"}, "weight", "number", "not in features"),
+        ({"categories": "auto", "dates": "since"}, "age", "category", "not in categories"),
+    ],
+)
+def test_a_server_cannot_select_other_columns_than_the_experiment(asked, column, kind, words, tmp_path):
+    """Values of a category, such as the names of patients, would leave the site."""
+    values = {"exclude": "ward,high,low", "missing": "mean", **asked}
+    place, values = wards(tmp_path, **values)
+    config = experiment({**TINY, **values})
+    schema = DataSchema.of(load_federation_for(config, ())).open.config()
+    schema["columns"] = json.dumps([{**json.loads(schema["columns"])[0], "name": column, "kind": kind, "values": []}])
+    about = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
+    answer = place.sites[1].answer(Frame("hello", {**about, **schema}))
+    assert answer.kind == "refused"
+    assert words in answer.config["reason"]
 
 
 @pytest.mark.slow

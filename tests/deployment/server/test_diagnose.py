@@ -1,6 +1,7 @@
 """Diagnosis of sites next to ``unskew.diagnose``, with and without masks; permissions; what is stored; the command."""
 
 import json
+import re
 import stat
 
 import pytest
@@ -146,7 +147,10 @@ def test_small_counts_under_masks_are_not_shown(tmp_path):
 def test_small_counts_that_sites_hide_are_noted(tmp_path):
     values = table(tmp_path)
     found, _ = diagnosed(tmp_path, values, (), {"allow": [*PERMISSIONS], "min_count": 14})
-    assert found.notes[0].startswith("The class counts add up to ")
+    assert re.fullmatch(
+        r"Sites hide \d+ counts of quartiles and \d+ counts of missing values, because .*", found.notes[0]
+    )
+    assert found.notes[1].startswith("The class counts add up to ")
     assert found.report.labels["label_between"] is not None  # from the counts, if products of rows are hidden
     assert found.report.labels["label_unexplained"] is None
     ages = next(row for row in found.columns if row["column"] == "age")

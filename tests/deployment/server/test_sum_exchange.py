@@ -1,14 +1,16 @@
 """Federated sums over sites, in plain and under masks, and the attack that their ledger stops."""
 
 import json
+import re
 
+import numpy as np
 import pytest
 import torch
 from support.sites import TINY, LoopPlace, deployed
 
 import unskew
 from unskew.config.loader import experiment
-from unskew.deployment.common.agreement import experiment_digest
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.server.config import RoundPolicy
 from unskew.deployment.server.connection import SiteConnection
@@ -17,7 +19,9 @@ from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes
 from unskew.deployment.site.ledger import SumsLedger
 from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import encode_requests
 from unskew.errors import EngineError
+from unskew.runs.coefficients import Design
 from unskew.runs.run import load_federation_for
 from unskew.sums.base import SumRequest
 
@@ -54,12 +58,12 @@ def opened(exchange):
     return exchange(CLASSES)[0]["counts"]
 
 
-def difference(folder, run):
+def difference(folder, run, again=CLASSES):
     """What a server learns of site 3 from the masked sums with it and without it, in the same run or in two."""
     everyone, place, federation = exchange_over(folder, range(4))
     total = opened(everyone)
     rest, _, _ = exchange_over(folder, range(3), run=run, place=place)
-    return total - opened(rest), torch.bincount(federation.clients[3].y, minlength=10)
+    return total - rest(again)[0]["counts"], torch.bincount(federation.clients[3].y, minlength=10)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -67,8 +71,9 @@ def test_the_same_sums_without_one_site_are_not_opened(run, tmp_path, monkeypatc
     with pytest.raises(EngineError, match="opened before over site-0"):
         difference(tmp_path / "kept", run)
     monkeypatch.setattr(MaskedSum, "_as_before", lambda self, ready: ready)  # a server that does not care
-    with pytest.raises(EngineError, match="could not be opened"):
-        difference(tmp_path / "lied", run)
+    for number, again in enumerate((CLASSES, CLASSES * 2)):  # the same statistic in another list
+        with pytest.raises(EngineError, match="could not be opened"):
+            difference(tmp_path / str(number), run, again)
     monkeypatch.setattr(SumsLedger, "check", lambda self, round, clients, model: None)
     monkeypatch.setattr(SumsLedger, "opened", lambda self, round: ())
     learned, own = difference(tmp_path / "off", run)
@@ -88,13 +93,63 @@ def test_a_site_that_sends_its_sums_in_plain_is_left_out_of_masks(tmp_path):
         exchange(CLASSES)
 
 
+def clinics(folder, **options):
+    """Values of an experiment with a table of three wards."""
+    rows = [f"{40 + 7 * k % 30},{k % 4},{'abc'[k % 3]},{'yes' if (7 * k * k) % 11 < 5 else 'no'}" for k in range(120)]
+    (folder / "rows.csv").write_text("\n".join(["age,dose,ward,outcome", *rows]))
+    about = {"data": f"table:{folder / 'rows.csv'}", "label": "outcome", "partition": "natural:ward", "clients": None}
+    return {**TINY, **about, "max_train_samples": None, "missing": "mean", **options}
+
+
+def asked_at_a_site(folder, request, **options):
+    """Reply of a site to one request for sums, with the schema of the experiment."""
+    values = clinics(folder, **options)
+    place, config = LoopPlace(folder, values, 3), experiment(values)
+    schema = DataSchema.of(load_federation_for(config, ())).config()
+    about = {"protocol": PROTOCOL, "run": RUNS[0], "attempt": 0, "digest": experiment_digest(config), **schema}
+    message = encode_requests([request])
+    return place.sites[0].answer(Frame("sums", {**message.config, **about}, {}, message.arrays))
+
+
+def coefficients_request(beta=(0.0, 0.0, 0.0), event=1, codes=(0, 0)):
+    tensors = {"center": torch.zeros(2, dtype=torch.float64), "beta": torch.tensor(beta, dtype=torch.float64)}
+    return SumRequest("fisher", {"codes": codes, "kept": [True, True], "event": event}, tensors)
+
+
+@pytest.mark.parametrize(
+    ("request_", "options", "words"),
+    [
+        (coefficients_request(event=0), {"coefficients": True}, "columns or the event"),
+        (coefficients_request(codes=(2, 0)), {"coefficients": True}, "not those of the data schema"),
+        (coefficients_request(), {"coefficients": True}, "columns or the event"),  # other means
+        (coefficients_request(), {}, "does not need the sums fisher"),
+        (SumRequest("classes", {"classes": 2}), {}, "does not need the sums classes"),
+        (SumRequest("classes", {"classes": 10**9}), {"class_weights": "balanced"}, "not those of the data schema"),
+        (SumRequest("residuals", {}), {}, "does not need the sums residuals"),
+        (SumRequest("class_counts", {"classes": 2}), {}, "sets allow: \\[counts\\]"),
+    ],
+)
+def test_a_site_computes_only_sums_of_its_experiment(request_, options, words, tmp_path):
+    answer = asked_at_a_site(tmp_path, request_, **options)
+    assert answer.kind == "refused"
+    assert re.search(words, answer.config["reason"])
+
+
+def test_coefficients_that_single_out_a_row_are_refused(tmp_path):
+    values = clinics(tmp_path, coefficients=True)
+    config = experiment(values)
+    federation = load_federation_for(config, ())
+    beta = np.array([300.0, 30.0, 0.0])  # only a row of one age has a weight
+    for number, (steep, kind) in enumerate(((0.0, "sums"), (1.0, "refused"))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        request = Design(federation).request(1, steep * beta)
+        assert asked_at_a_site(folder, request, coefficients=True).kind == kind
+
+
 @pytest.mark.parametrize("masked", ["off", "required"])
 def test_coefficients_over_sites_are_those_of_the_simulation(masked, tmp_path):
-    rows = [f"{40 + 7 * k % 30},{k % 4},{'abc'[k % 3]},{'yes' if (7 * k * k) % 11 < 5 else 'no'}" for k in range(120)]
-    (tmp_path / "rows.csv").write_text("\n".join(["age,dose,ward,outcome", *rows]))
-    about = {"data": f"table:{tmp_path / 'rows.csv'}", "label": "outcome", "partition": "natural:ward", "clients": None}
-    values = {**TINY, **about, "max_train_samples": None, "coefficients": True, "missing": "mean"}
-    values["secure_aggregation"] = masked
+    values = clinics(tmp_path, coefficients=True, secure_aggregation=masked)
     deployed(tmp_path, LoopPlace(tmp_path, values, 3), **values)
     unskew.run(out=tmp_path / "simulated", **values)
     sites, simulated = (json.loads((tmp_path / n / "coefficients.json").read_text()) for n in ("run", "simulated"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -78,11 +79,13 @@ class RecordedExchange:
 
     Attributes:
         exchange: Exchange over the sites.
+        hidden: Number of counts and groups that sites have not sent because they are small, by kind.
         record: For each exchange: requests, sums, and the summands of each client, by its number.
     """
 
     exchange: SiteExchange
     record: list[tuple[Sequence[SumRequest], list[Sums], Mapping[int, list[Sums]]]] = field(default_factory=list)
+    hidden: Counter[str] = field(default_factory=Counter)
 
     def __post_init__(self) -> None:
         self.traffic = self.exchange.traffic
@@ -106,6 +109,9 @@ class RecordedExchange:
         sums = self.exchange(requests)
         self.traffic = self.exchange.traffic
         self.record.append((requests, sums, dict(self.exchange.replies)))
+        for of_requests in self.exchange.hidden.values():
+            for request, positions in zip(requests, of_requests, strict=True):
+                self.hidden[request.kind] += sum(map(len, positions.values()))
         return sums
 
     def _scalars(self, request: SumRequest) -> Sums:
@@ -347,20 +353,28 @@ def _site_table(exchange: RecordedExchange, run: ResolvedRun) -> SiteDifferences
 
 
 def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
-    """Return a note if sites have left small classes out of their counts, so that the label skew is not exact.
+    """Return notes if sites have left out small counts, so that quartiles, missing values or label skew are not exact.
 
     Args:
         exchange: Exchange that has asked for class counts.
         run: Data that the sites have agreed on.
     """
+    notes = []
+    names = {"histogram": "quartiles", "missing": "missing values"}
+    if few := [f"{exchange.hidden[kind]} counts of {name}" for kind, name in names.items() if exchange.hidden[kind]]:
+        notes.append(
+            f"Sites hide {' and '.join(few)}, because few rows are behind them (min_count in site.yaml); what is shown "
+            "describes the other rows only."
+        )
     counts = exchange.of_clients("class_counts")
     rows = sum(exchange.exchange.num_samples[k] for k in counts)
     counted = sum(int(own["counts"].sum()) for own in counts.values())
     if run.federation.test[1].dim() != 1 or counted == rows:
-        return []
+        return notes
     return [
+        *notes,
         f"The class counts add up to {counted:,} of {rows:,} samples, because sites hide small counts or add noise "
-        "(statistics in site.yaml). The label skew is therefore not exact."
+        "(statistics in site.yaml). The label skew is therefore not exact.",
     ]
 
 

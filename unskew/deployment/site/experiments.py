@@ -6,6 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from unskew.config.experiment import Experiment
+from unskew.data.readers.cell_types import may_be_number
+from unskew.data.readers.column_roles import AUTO
 from unskew.deployment.common.data_schema import DataSchema, read_schema, reference_schema
 from unskew.deployment.secagg.protocol import PHASES
 from unskew.deployment.site.config import SiteConfig, agreed_experiments
@@ -72,7 +74,9 @@ class SiteExperiments:
             return self._samples[digest]
         columns = [(encoder.name, encoder.kind) for encoder in reference.columns]
         if samples is None or [(encoder.name, encoder.kind) for encoder in samples.source.encoders] != columns:
-            samples = self._samples[digest] = load_site_data(self.site, config, self.folder, reference.columns)
+            samples = load_site_data(self.site, config, self.folder, reference.columns)
+            check_columns(samples, config, self.site)
+            self._samples[digest] = samples
         return samples
 
     def row_values(self, digest: str) -> RowValues:
@@ -164,6 +168,33 @@ class SiteExperiments:
                 self.trainer(digest, self._load_split(digest))
             else:
                 self._samples[digest] = load_site_data(self.site, config, self.folder)
+
+
+def check_columns(samples: SiteData, config: Experiment, site: SiteConfig) -> None:
+    """Validate columns that the server has selected, because their values or statistics leave the site.
+
+    Args:
+        samples: The site's samples with these columns.
+        config: Experiment that the site has agreed to.
+        site: Configuration of the site.
+
+    Raises:
+        ConfigError: If the experiment does not select a column, or not as a category or a date.
+    """
+    data = site.data
+    features = (() if data == "split" else data.features) or config.features
+    rows = len(samples.train)
+    for encoder in samples.source.encoders:
+        what = f"The server asks for the column {encoder.name} of {site.name}"
+        if features and encoder.name not in features:
+            raise ConfigError(f"{what}, which is not in features of the experiment.")
+        if encoder.kind == "date" and encoder.name not in config.dates:
+            raise ConfigError(f"{what} as a date, but it is not in dates of the experiment.")
+        if encoder.kind == "category" and encoder.name not in config.categories:
+            # As the selection of auto: no numbers, and no names or identifiers.
+            texts = any(not may_be_number(value) for value in encoder.values) or not encoder.values
+            if config.categories != AUTO or not texts or (rows >= 20 and len(encoder.values) > rows / 2):
+                raise ConfigError(f"{what} as a category, but it is not in categories of the experiment.")
 
 
 def is_limited(config: Experiment, method: Method) -> bool:

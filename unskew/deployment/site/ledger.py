@@ -42,8 +42,8 @@ class Records(JsonModel):
     """Runs that used the data, by identifier."""
     models: dict[str, Clients] = Field(default_factory=dict)
     """Clients of each opened sum, by the digest of the model from which they trained."""
-    sums: dict[str, Clients] = Field(default_factory=dict)
-    """Clients of each opened sum of statistics, by the digest of experiment and requests."""
+    sums: Clients = ()
+    """Clients of all opened sums of statistics."""
 
 
 @dataclass(frozen=True)
@@ -165,20 +165,17 @@ class DataLedger:
 
 @dataclass(frozen=True)
 class SumsLedger(DataLedger):
-    """``DataLedger`` for federated sums: the same requests of an experiment are always summed over the same clients.
+    """``DataLedger`` for federated sums: all sums of the data set are over the same clients.
 
-    Attributes:
-        key: Digest of experiment and requests.
+    Two sums over different clients could reveal those of one site, also of requests that differ only in a constant.
     """
 
-    key: str = ""
-
     def opened(self, round: int) -> tuple[int, ...]:
-        """Return the clients whose sum was opened for these requests, or an empty tuple."""
-        return self._read().sums.get(self.key, ())
+        """Return the clients whose sums were opened, or an empty tuple."""
+        return self._read().sums
 
     def check(self, round: int, clients: tuple[int, ...], model: str) -> None:
-        """Validate that no sum over other clients was opened for these requests.
+        """Validate that no sum over other clients was opened.
 
         Args:
             round: Not used.
@@ -191,12 +188,18 @@ class SumsLedger(DataLedger):
         before = self.opened(round)
         if before and before != clients:
             raise SumAlreadyOpenedError(
-                f"this site has already opened these statistics over clients {', '.join(map(str, before))}; the difference "
-                "from another sum could reveal those of one site"
+                f"this site has already opened statistics over clients {', '.join(map(str, before))}; the difference from a "
+                "sum over others could reveal those of one site. The site's administrator can allow it with unskew deploy "
+                "forget site.yaml"
             )
 
     def record(self, round: int, clients: tuple[int, ...], model: str) -> None:
         """Store on disk that a sum is being opened; call this before the first share leaves the site."""
         self.check(round, clients, model)
         records = self._read()
-        self._store(records.model_copy(update={"sums": {**records.sums, self.key: clients}}))
+        self._store(records.model_copy(update={"sums": clients}))
+
+    def forget(self) -> None:
+        """Forget the clients of opened sums of statistics."""
+        if os.path.lexists(self.path):
+            self._store(self._read().model_copy(update={"sums": ()}))

@@ -24,7 +24,7 @@ from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.policy import StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import check_needed, masked_reply
+from unskew.deployment.site.sums import check_coefficients_request, check_needed, check_schema_arguments, masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -133,6 +133,11 @@ class SiteProcess:
                 evaluation.admit_sum(requests_key(digest, requests))
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
             rows = replace(rows, gradient=work.initial_gradient, score=partial(held_out_scores, work))
+            check_schema_arguments(requests, work.reference)
+            for one in requests:
+                if one.kind == "fisher":
+                    check_needed([one], work.config)
+                    check_coefficients_request(one, work.config, work.original, rows)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
             return work.reply_to_train(request, state, received, self.masks, ledger)
@@ -191,6 +196,7 @@ class SiteProcess:
         """Reply before global statistics determine the encoding of columns and targets."""
         if self.experiments.noise[digest] is not None:
             raise InvalidMessageError("it asks for sums of columns, which noise at the sites does not protect")
+        self.experiments.check_schema(digest, reference)
         samples = self.experiments.samples(digest, reference)
         samples.check_kind(reference)
         if request.kind == "hello":
@@ -205,6 +211,8 @@ class SiteProcess:
     def _sums(self, request: Frame, digest: str, reference: DataSchema, rows: ClientRows, clients: int) -> Frame:
         """Reply with the summands of this site, or start to mask them."""
         run, requests = read_text(request.config, "run"), decode_requests(request)
+        if self.experiments.noise[digest] is not None:
+            raise InvalidMessageError("it asks for sums, which noise at the sites does not protect")
         experiment = self.experiments.config(digest)
         masked = experiment.secure_aggregation == "required"
         check_needed(requests, experiment)

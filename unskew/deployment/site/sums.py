@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+import torch
+
 from unskew.config.experiment import Experiment
+from unskew.data.federation import Federation
+from unskew.data.readers.encoders import category_counts
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import min_sites
@@ -18,9 +24,15 @@ from unskew.deployment.wire.fields import read_text
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.sums import requests_key
 from unskew.errors import ConfigError, abbreviate
+from unskew.runs.coefficients import Design
+from unskew.runs.metrics import run_metrics
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
+from unskew.sums.fisher import effective_rows
 from unskew.sums.registry import SUMS
+
+FEWEST = 5.0
+"""Smallest effective number of rows in the sums for coefficients."""
 
 
 def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
@@ -34,10 +46,54 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
         ConfigError: If it does not need one of them.
     """
     needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
-    needed |= dict.fromkeys(("cross_products", "residuals"), config.harmonize.method != "none")
+    needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
     wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
     if wrong is not None:
         raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")
+    if sum(SUMS[one.kind].scores_model for one in requests) > 1:
+        raise ConfigError("A message asks for the scores of one model only.")
+
+
+def check_schema_arguments(requests: Sequence[SumRequest], reference: DataSchema) -> None:
+    """Validate arguments of requests that follow from the data schema, before anything of their size is computed.
+
+    Args:
+        requests: Requests of one message.
+        reference: Data schema of the run.
+
+    Raises:
+        ConfigError: If they differ.
+    """
+    codes = [*category_counts(reference.columns)] or [0] * math.prod(reference.shape)
+    for one in requests:
+        given = one.args.get("codes", []), one.args.get("classes", reference.classes)
+        if [*given[0]] not in ([], codes) or given[1] not in (0, reference.classes):
+            raise ConfigError(f"The columns or classes of a request for {one.kind} are not those of the data schema.")
+
+
+def check_coefficients_request(
+    request: SumRequest, config: Experiment, federation: Federation, rows: ClientRows
+) -> None:
+    """Validate a request for the sums of a logistic regression, of which the server may choose the coefficients only.
+
+    Args:
+        request: Request of the kind ``fisher``.
+        config: Experiment that the site has agreed to.
+        federation: Data of this site, encoded.
+        rows: Training rows of this site.
+
+    Raises:
+        ConfigError: If columns or event are not those of the experiment, or few rows determine the sums.
+    """
+    event = run_metrics(config, federation).computed.positive
+    expected = Design(federation).request(event, np.zeros(1))
+    same = json.dumps(dict(request.args), sort_keys=True) == json.dumps(dict(expected.args), sort_keys=True)
+    if not same or not torch.equal(request.tensors.get("center", torch.zeros(0)), expected.tensors["center"]):
+        raise ConfigError("The columns or the event of a request for coefficients are not those of the experiment.")
+    if effective_rows(rows, request) < FEWEST:
+        raise ConfigError(
+            f"Fewer than {FEWEST} rows of this site would determine the sums for coefficients, which could reveal them."
+        )
 
 
 def masked_reply(
@@ -72,7 +128,7 @@ def masked_reply(
     key = requests_key(read_text(request.config, "digest"), requests)
     signed = hashlib.sha256(json.dumps([key, reference.config()], sort_keys=True).encode()).hexdigest()
     summands = [("sums", exact_sums.encode(requests, own), 1.0)]
-    opened = SumsLedger(ledger, run, key=key)
+    opened = SumsLedger(ledger, run)
     return masks.start(
         session, -1, summands, BroadcastDigest(signed, key, {}), opened, min_sites=min_sites(clients, None)
     )
