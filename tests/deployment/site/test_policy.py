@@ -291,6 +291,44 @@ def test_after_a_change_of_few_rows_the_site_does_not_reply(before, after, age, 
     assert age_of_new_patient(site(tmp_path / "off", min_count=1), before, after, **second) == age
 
 
+def test_one_new_training_row_cannot_hide_among_new_held_out_rows(monkeypatch, tmp_path):
+    after = hundred([83])
+    after.values = {
+        "age": [*after.values["age"], *(50.5 + k for k in range(9))],
+        "label": [*after.values["label"], *[2] * 9],
+    }
+    with pytest.raises(ConfigError, match="differ in fewer than 10 rows"):
+        age_of_new_patient(site(tmp_path / "on"), hundred(), after)
+    only_all_rows(monkeypatch)
+    assert age_of_new_patient(site(tmp_path / "off"), hundred(), after) == 83
+
+
+def test_two_experiments_whose_training_rows_differ_by_one_are_found(monkeypatch, tmp_path):
+    """The rows are the same, but in one of the experiments the last one is held out. Requests with different constants."""
+    longer, shorter = hundred([83]), hundred()
+    shorter.values = longer.values
+
+    def age_of_the_row(policy):
+        squares = []
+        for patients, first in ((longer, 0), (shorter, 2)):
+            for mean in (first, first + 1):
+                constant = {"mean": torch.tensor([mean]).double()}
+                request = SumRequest("column_squares", {"columns": ["age"]}, constant)
+                squares.append(float(ask(policy, request, patients)["squares"]))
+        return (squares[0] - squares[1] + 101) / 2 - (squares[2] - squares[3] + 100 * (9 - 4)) / 2
+
+    with pytest.raises(ConfigError, match="differ in fewer than 10 rows"):
+        age_of_the_row(site(tmp_path / "on"))
+    only_all_rows(monkeypatch)
+    assert age_of_the_row(site(tmp_path / "off")) == 83
+
+
+def only_all_rows(monkeypatch):
+    """Compare training rows and held-out rows only together."""
+    parts = policy_module.parts_of_rows
+    monkeypatch.setattr(policy_module, "parts_of_rows", lambda stored: (parts(stored)[0], parts(stored)[0]))
+
+
 def test_the_server_does_not_learn_how_many_rows_changed(tmp_path):
     texts = set()
     for number, extra in enumerate(([83], [83, 84, 85])):
@@ -609,5 +647,5 @@ def test_hashes_of_rows_need_the_key_of_the_site(tmp_path):
     for name in "ab":
         ask(site(tmp_path / name), CLASSES, hundred())
     ledgers = [StatisticsLedger(tmp_path / name / "state") for name in "ab"]
-    one, other = (ledger.tensors(ledger.read().data[0])["age"] for ledger in ledgers)
+    one, other = (ledger.tensors(ledger.read().data[0])["rows/age"] for ledger in ledgers)
     assert not set(one.tolist()) & set(other.tolist())

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from unskew.deployment.site.config import SiteConfig
-from unskew.deployment.site.row_hashes import RowHashes, RowValues, count_changes, hash_rows
+from unskew.deployment.site.row_hashes import (
+    RowHashes,
+    RowValues,
+    count_changes,
+    hash_rows,
+    parts_of_rows,
+    with_training_rows,
+)
 from unskew.deployment.site.statistics_ledger import StatisticsLedger, StatisticsRecords, StoredReply
 from unskew.errors import ConfigError, first_problem, unknown_name
 from unskew.privacy.discrete_laplace import discrete_laplace
@@ -53,7 +60,7 @@ class _Message:
 
     Attributes:
         records: Record of earlier replies, and of those of this message.
-        hashes: Hashes of the rows.
+        hashes: Hashes of the rows, as they are stored.
         same: Files with hashes of the same rows.
         events: Events for the log.
     """
@@ -94,7 +101,8 @@ class StatisticsPolicy:
             run: Identifier of the run.
             requests: Requests, of which some may need no permission.
             rows: All training rows of the site.
-            values: Values of all rows of the site, from ``row_values``; the same object as long as the data do not change.
+            values: Values of all rows of the site, the training rows first, from ``row_values``; the same object as long as
+                the data do not change.
             masked: Whether the server sees only the sum over sites. Small counts then stay, unless ``mask_small`` is set, and
                 noisy counts may be negative.
 
@@ -110,7 +118,7 @@ class StatisticsPolicy:
         reply = StatisticsReply([], [])
         with self.ledger.locked():
             records = self.ledger.read()
-            hashes = self._hashes(values, records.key)
+            hashes = with_training_rows(self._hashes(values, records.key), rows.num_rows)
             message = _Message(records, hashes, self._same_data(records, hashes))
             for request in requests:
                 kind = SUMS[request.kind]
@@ -163,11 +171,16 @@ class StatisticsPolicy:
         return self._hashed[2]
 
     def _same_data(self, records: StatisticsRecords, hashes: RowHashes) -> set[str]:
-        """Return the files with hashes of the same rows, after validating that few changes could not be computed."""
-        same = set()
+        """Return the files with hashes of the same rows, after validating that few changes could not be computed.
+
+        Training rows are also compared alone: a new one could hide among new held-out rows, and experiments divide the same
+        rows differently.
+        """
+        same, now = set(), parts_of_rows(hashes)
         for file in records.data:
-            changes = count_changes(self.ledger.tensors(file), hashes)
-            few = {name: count for name, count in changes.items() if 0 < count < self.rules.min_count}
+            changes, train = map(count_changes, parts_of_rows(self.ledger.tensors(file)), now)
+            both = changes | {f"{name} of the training rows": count for name, count in train.items()}
+            few = {name: count for name, count in both.items() if 0 < count < self.rules.min_count}
             if few:
                 self.log(
                     "Statistics refused. Rows changed since an earlier reply: "
