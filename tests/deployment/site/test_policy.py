@@ -492,6 +492,40 @@ def test_moments_of_few_values_are_not_sent(tmp_path):
         assert found == expected
 
 
+TWO_VALUES = {
+    "column_moments": ({"columns": ["age"]}, {}, lambda sums: sums["sums"][0]),
+    "class_means": ({"classes": 3, "inputs": 1}, {}, lambda sums: sums["sums"].sum()),
+    "label_products": (
+        {"codes": [0], "targets": 3},
+        {"center": torch.zeros(1).double()},
+        lambda sums: sums["products"][0, 1],
+    ),
+}
+"""Arguments, constants and the number of ones in a column of zeros and ones, by kind."""
+
+
+@pytest.mark.parametrize("kind", TWO_VALUES)
+@pytest.mark.parametrize(("ones", "sent"), [(2, 0), (40, 40), (98, 0)])
+def test_each_of_two_values_is_a_group(kind, ones, sent, monkeypatch, tmp_path):
+    """A column of 0 and 1, for example of a rare disease: its sum is the number of patients who have it."""
+    carriers = Patients([1.0] * ones + [0.0] * (100 - ones), [*[0, 1] * 50])
+    args, constants, number = TWO_VALUES[kind]
+    request = SumRequest(kind, args, constants)
+    assert number(ask(site(tmp_path / "on", ["moments", "features"]), request, carriers)) == sent
+    monkeypatch.setattr(type(SUMS[kind]), "group_sizes", SumKind.group_sizes)
+    assert number(ask(site(tmp_path / "off", ["moments", "features"]), request, carriers)) == ones
+
+
+def test_products_of_a_rare_value_and_a_class_are_not_sent(tmp_path):
+    """20 patients have the disease, but only 2 of the second class."""
+    carriers = Patients([1.0] * 20 + [0.0] * 80, [*[0] * 18, *[1] * 42, *[0] * 40])
+    args, constants, number = TWO_VALUES["label_products"]
+    request = SumRequest("label_products", {**args, "targets": 2}, constants)
+    assert number(ask(site(tmp_path / "on", ["features"]), request, carriers)) == 0
+    sums = ask(site(tmp_path / "off", ["features"], min_count=1), request, carriers)
+    assert sums["products"][1, 2:].tolist() == [18, 2]
+
+
 def test_masked_counts_are_exact_unless_mask_small_is_set(monkeypatch, tmp_path):
     """The server sees only their sum over sites."""
     monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans())

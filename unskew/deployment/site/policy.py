@@ -259,7 +259,9 @@ class StatisticsPolicy:
             sizes = tensor if name in kind.cells(request) else stored.get(f"groups/{name}")
             if sizes is None:
                 continue
-            small = sizes < least if noisy else small_cells(sizes, least, total)
+            # Every row is in a group, but the size of a group may be that of a part of it.
+            rest = total if total is None or name in kind.cells(request) else int(sizes.sum())
+            small = sizes < least if noisy else small_cells(sizes, least, rest)
             own[name] = tensor.masked_fill(small.reshape(*small.shape, *[1] * (tensor.dim() - small.dim())), 0)
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
