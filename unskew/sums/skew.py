@@ -279,8 +279,11 @@ class Gradient(SumKind):
         return {"gradient": (torch.float64, (int(request.args["parameters"]),)), "norms": (torch.float64, (3,))}
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows."""
-        return {name: torch.full(shape, rows.num_rows) for name, (_, shape) in self.shapes(request).items()}
+        """Return the number of samples of the smallest class: the gradient of the last layer separates classes."""
+        size = rows.num_rows
+        if rows.class_counts is not None:
+            size = min(size, smallest(class_counts(rows)) or size)
+        return {name: torch.full(shape, size) for name, (_, shape) in self.shapes(request).items()}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

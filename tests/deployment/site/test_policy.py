@@ -526,6 +526,18 @@ def test_products_of_a_rare_value_and_a_class_are_not_sent(tmp_path):
     assert sums["products"][1, 2:].tolist() == [18, 2]
 
 
+def test_a_gradient_with_a_part_of_a_rare_class_is_not_sent(monkeypatch, tmp_path):
+    """Here the gradient of the weights of each class is the mean of its inputs, as in a softmax layer."""
+    patients = Patients([*range(20, 80), 83], [0] * 30 + [1] * 30 + [2])
+    per_class = torch.zeros(3).double().index_add_(0, patients.rows.y, patients.rows.x[:, 0].double()) / 61
+    object.__setattr__(patients.rows, "gradient", lambda: (per_class, 1.0))
+    request = SumRequest("gradient", {"parameters": 3})
+    assert ask(site(tmp_path / "on", ["gradients"]), request, patients)["gradient"].tolist() == [0, 0, 0]
+    monkeypatch.setattr(type(SUMS["gradient"]), "group_sizes", SumKind.group_sizes)
+    sent = ask(site(tmp_path / "off", ["gradients"]), request, patients)["gradient"]
+    assert float(sent[2]) * 61 == pytest.approx(83)
+
+
 def test_masked_counts_are_exact_unless_mask_small_is_set(monkeypatch, tmp_path):
     """The server sees only their sum over sites."""
     monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans())
