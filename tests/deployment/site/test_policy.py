@@ -201,6 +201,42 @@ def test_two_grids_in_one_message_are_rejected_and_nothing_is_stored(tmp_path):
     assert ask(policy, histogram(0, 65), SHIFTED)
 
 
+def age_of_the_rare_ward(policy):
+    """Sum of the ages in ward 3, from two data schemas that merge it with one of the other wards each."""
+    wards, rows = [*[1, 2] * 50, 3], []
+    for merged in (1, 2):
+        patients = hundred([83])
+        codes = torch.tensor([[0 if ward == 3 else int(ward != merged) for ward in wards]]).T
+        object.__setattr__(patients.rows, "x", torch.cat([patients.rows.x, codes], 1))
+        center = {"center": torch.tensor([0.0, merged]).double()}  # makes the requests different
+        request = SumRequest("label_products", {"codes": [0, 2], "targets": 3}, center)
+        reply = policy.reply("c" * 64, RUN, [request], patients.rows, patients.values, schema=f"{merged:064x}")
+        rows.append(reply.sums[0]["products"])
+    both, other = (products[1, 3] for products in rows)  # ages of ward 2, and of ward 1
+    return float(rows[0][0, 1] - both - other)
+
+
+def test_two_data_schemas_are_rejected_because_their_difference_shows_smaller_groups(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"another data schema prepared .* unskew deploy forget site\.yaml"):
+        age_of_the_rare_ward(site(tmp_path / "on", ["features"]))
+    monkeypatch.setattr(policy_module, "PREPARED", ())
+    assert age_of_the_rare_ward(site(tmp_path / "off", ["features"])) == 83
+
+
+def test_a_site_that_forgets_accepts_another_data_schema(tmp_path):
+    policy, patients, request = site(tmp_path, ["gradients"]), hundred(), SumRequest("gradient", {"parameters": 1})
+    object.__setattr__(patients.rows, "gradient", lambda: (torch.ones(1), 1.0))
+
+    def reply(schema):
+        return policy.reply("c" * 64, RUN, [request], patients.rows, patients.values, schema=schema * 64)
+
+    reply("1")
+    with pytest.raises(ConfigError, match="another data schema"):
+        reply("2")
+    policy.ledger.forget()
+    reply("2")
+
+
 # ---- 3. repeats ---------------------------------------------------------------------------------------------------------
 
 

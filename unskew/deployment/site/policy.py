@@ -1,8 +1,9 @@
 """Rules of a site for the statistics that a server requests: permissions, small counts, noise, and no differencing.
 
 A statistic covers all training rows. What the site stores (``statistics_ledger``) prevents that a server learns more from the
-difference of two replies: the same request gets the same reply, each column is counted on one grid, and after a change of few
-rows the site does not reply. Kinds of sums without a permission belong to the experiment and are not restricted here.
+difference of two replies: the same request gets the same reply, each column is counted on one grid, one data schema prepares
+all inputs, and after a change of few rows the site does not reply. Kinds of sums without a permission belong to the
+experiment and are not restricted here.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from unskew.sums.registry import SUMS
 
 TOLERANCE = 1e-9
 """Rounding error of a sum of privacy losses."""
+PREPARED = ("features", "gradients")
+"""Permissions of kinds of sums over inputs that the data schema prepares."""
 MOST = 10_000
 """Largest number of stored replies; each of them stays on the site's disk."""
 
@@ -62,12 +65,14 @@ class _Message:
         records: Record of earlier replies, and of those of this message.
         hashes: Hashes of the rows, as they are stored.
         same: Files with hashes of the same rows.
+        schema: Digest of the data schema.
         events: Events for the log.
     """
 
     records: StatisticsRecords
     hashes: RowHashes
     same: set[str]
+    schema: str
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -93,6 +98,7 @@ class StatisticsPolicy:
         rows: ClientRows,
         values: RowValues,
         masked: bool = False,
+        schema: str = "",
     ) -> StatisticsReply:
         """Reply to the requests of one message; the reply and its privacy loss are stored before this returns.
 
@@ -105,10 +111,11 @@ class StatisticsPolicy:
                 the data do not change.
             masked: Whether the server sees only the sum over sites. Small counts then stay, unless ``mask_small`` is set, and
                 noisy counts may be negative.
+            schema: Digest of the data schema that the server sent, which prepares the inputs of the rows.
 
         Raises:
-            ConfigError: If a statistic is not allowed or selects a second grid, few rows have changed since an earlier
-                reply, or the privacy budget is spent.
+            ConfigError: If a statistic is not allowed or needs a second grid or data schema, few rows have changed since an
+                earlier reply, or the privacy budget is spent.
             DataError: If the data do not have what is requested.
             CheckpointError: If the record of earlier replies is corrupted, or cannot be written.
         """
@@ -119,7 +126,7 @@ class StatisticsPolicy:
         with self.ledger.locked():
             records = self.ledger.read()
             hashes = with_training_rows(self._hashes(values, records.key), rows.num_rows)
-            message = _Message(records, hashes, self._same_data(records, hashes))
+            message = _Message(records, hashes, self._same_data(records, hashes), schema)
             for request in requests:
                 kind = SUMS[request.kind]
                 small: dict[str, list[int]] = {}
@@ -208,6 +215,15 @@ class StatisticsPolicy:
                     "request. Otherwise, the site's administrator can run unskew deploy forget site.yaml."
                 )
             records = records.model_copy(update={"grids": {**records.grids, column: grid}})
+        if kind.permission in PREPARED:
+            if records.data_schema not in ("", message.schema):
+                raise ConfigError(
+                    f"The site {self.site} has already sent sums of inputs that another data schema prepared (means, "
+                    "categories or normalization) and sends none with a second one, because the difference would reveal "
+                    "smaller groups. Use the data schema of the first request. Otherwise, the site's administrator can run "
+                    "unskew deploy forget site.yaml."
+                )
+            records = records.model_copy(update={"data_schema": message.schema})
         for reply in records.replies:
             if (reply.request, reply.epsilon) == (request.digest, rules.epsilon) and reply.data in message.same:
                 message.records = records

@@ -216,7 +216,10 @@ class SiteProcess:
             if before is not None:
                 return before
         values = self.experiments.row_values(digest) if any(SUMS[one.kind].permission for one in requests) else {}
-        reply = self.policy.reply(digest, run, requests, rows, values, masked)
+        # Class weights do not change inputs.
+        schema = json.dumps(replace(reference, weights=()).config(), sort_keys=True)
+        schema = hashlib.sha256(schema.encode()).hexdigest()
+        reply = self.policy.reply(digest, run, requests, rows, values, masked, schema)
         if masked:
             return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
         hidden, frame = json.dumps(reply.hidden), encode_sums(reply.sums, client=self.config.client)
