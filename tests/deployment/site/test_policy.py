@@ -1,19 +1,32 @@
 """Every rule of a site for statistics, with the attack that it stops. The attack succeeds when only this rule is off."""
 
+import contextlib
 import functools
 import json
 import random
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support.sites import TINY, LoopPlace
 
+from unskew.config.loader import experiment
+from unskew.data.readers.encoders import Encoder
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.audit_log import read_events
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.site import policy as policy_module
+from unskew.deployment.site import process as process_module
 from unskew.deployment.site.config import SiteConfig
+from unskew.deployment.site.data import load_site_data, schema_from_own_data
 from unskew.deployment.site.policy import StatisticsPolicy, small_cells
 from unskew.deployment.site.statistics_ledger import StatisticsLedger
+from unskew.deployment.site.sums import check_precision
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import encode_requests
+from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import ConfigError, DataError
 from unskew.privacy.discrete_laplace import discrete_laplace
 from unskew.sums.base import ClientRows, SumKind, SumRequest
@@ -235,6 +248,55 @@ def test_a_site_that_forgets_accepts_another_data_schema(tmp_path):
         reply("2")
     policy.ledger.forget()
     reply("2")
+
+
+def classes_above(age, folder):
+    """Classes of the patients above an age: its difference to a mean of 2^31 is rounded to multiples of 256."""
+    text = "age,bmi,y\n" + "".join(f"{97 if k == 8 else 20 + k % 50},{20 + k % 9},{'ny'[k % 2]}\n" for k in range(60))
+    (folder / "rows.csv").write_text(text)
+    path = str(folder / "rows.csv")
+    config = {**TINY, "data": f"table:{path}", "label": "y", "missing": "mean", "max_train_samples": None}
+    place = LoopPlace(
+        folder, config, count=1, data={"source": f"table:{path}", "label": "y"}, statistics={"allow": ["features"]}
+    )
+    process, agreed = place.sites[0], experiment(config)
+    digest = experiment_digest(agreed)
+    schema = schema_from_own_data(load_site_data(process.config, agreed, folder), agreed)
+    means = {"age": age - 2.0**31 - 128, "bmi": 0.0}
+    columns = tuple(replace(one, mean=means[one.name], std=1.0 if one.name == "age" else 1e9) for one in schema.columns)
+    center = torch.tensor([2.0**31, 0]).double()
+    asked = encode_requests([SumRequest("label_products", {"codes": [0, 0], "targets": 2}, {"center": center})])
+    header = {
+        "digest": digest,
+        **replace(schema, columns=columns).config(),
+        "protocol": PROTOCOL,
+        "run": RUN,
+        "attempt": 0,
+    }
+    reply = process.answer(Frame(asked.kind, {**header, **asked.config}, {}, asked.arrays))
+    if reply.kind == "refused":
+        raise ConfigError(reply.config["reason"])
+    return (decode_record(reply, "sum.0")["products"][1, 3:] / 256).tolist()
+
+
+def test_a_mean_that_rounds_the_values_cannot_be_a_threshold(monkeypatch, tmp_path):
+    """The oldest of the patients is the only one above 96."""
+    monkeypatch.setattr(type(SUMS["label_products"]), "group_sizes", SumKind.group_sizes)  # which finds two values
+    (tmp_path / "on").mkdir()
+    with pytest.raises(ConfigError, match=r"no sums of inputs with the mean -2\.14748e\+09 of age"):
+        classes_above(96, tmp_path / "on")
+    (tmp_path / "off").mkdir()
+    monkeypatch.setattr(process_module, "check_precision", lambda *args: None)
+    assert classes_above(96, tmp_path / "off") == [1, 0]
+
+
+@pytest.mark.parametrize(("mean", "sent"), [(1000, True), (-99_999, True), (100_001, False), (-1e6, False)])
+def test_which_means_a_site_accepts(mean, sent):
+    """Values up to 120 have the order of magnitude 100."""
+    schema = DataSchema((1,), 2, ("n", "y"), "classification", torch.float32, None, (Encoder("age", mean=mean),))
+    rows = Patients([-120.0, np.nan, 3.0], [0, 1, 2]).rows
+    with contextlib.nullcontext() if sent else pytest.raises(ConfigError, match="Check the units"):
+        check_precision(schema, rows, "clinic")
 
 
 # ---- 3. repeats ---------------------------------------------------------------------------------------------------------

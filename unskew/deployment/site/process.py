@@ -21,10 +21,10 @@ from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
-from unskew.deployment.site.policy import StatisticsPolicy
+from unskew.deployment.site.policy import PREPARED, StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import check_needed, masked_reply
+from unskew.deployment.site.sums import check_needed, check_precision, masked_reply
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -216,6 +216,8 @@ class SiteProcess:
             if before is not None:
                 return before
         values = self.experiments.row_values(digest) if any(SUMS[one.kind].permission for one in requests) else {}
+        if any(SUMS[one.kind].permission in PREPARED for one in requests):
+            check_precision(reference, rows, self.config.name)
         # Class weights do not change inputs.
         schema = json.dumps(replace(reference, weights=()).config(), sort_keys=True)
         schema = hashlib.sha256(schema.encode()).hexdigest()
