@@ -139,11 +139,11 @@ def forget(
     SumsLedger(state / LEDGER, "").forget()
     grids = ", ".join(forgotten.grids) or "no column"
     lines = (
-        f"Forgotten: {len(forgotten.replies)} stored replies, hashes of {len(forgotten.data)} data sets, and the grids of "
-        f"{grids}. Not forgotten: the privacy losses, {forgotten.spent:g} in total.",
+        f"Forgotten: {len(forgotten.replies)} stored replies, hashes of {len(forgotten.data)} data sets, the data schema of "
+        f"inputs, and the grids of {grids}. Not forgotten: the privacy losses, {forgotten.spent:g} in total.",
         "The site now computes requested statistics again. Whoever has the earlier replies can compare: the difference shows "
         "the rows that have changed since, even a single one; noise that is drawn again can be averaged; two grids of a "
-        "column show finer cells. Masked sums of statistics may be over other clients than before.",
+        "column show finer cells, two data schemas smaller groups. Masked sums of statistics may be over other clients.",
     )
     for line in lines:
         console_for().print(line, highlight=False, soft_wrap=True)

@@ -226,7 +226,8 @@ class SumKind:
         """Return the number of rows in each group, ``[G]``, by the name of a tensor ``[G, ...]`` of sums over the groups.
 
         A site sends 0 for small groups. A tensor whose entries depend on all groups, such as an entropy, has the size of the
-        smallest group for each of its entries.
+        smallest group for each of its entries. Sums over a number with two distinct values count rows, so the rarer value
+        is a group as well.
 
         Args:
             rows: All training rows of the client.

@@ -63,6 +63,30 @@ def listing(request: SumRequest) -> str:
     return ", ".join((*request.args.get("columns", ()), *request.args.get("targets", ())))
 
 
+def num_behind_sums(rows: ClientRows, request: SumRequest) -> Tensor:
+    """Return how many values each sum over a column or target describes; of two distinct values, the rarer one counts.
+
+    Args:
+        rows: Rows of a client.
+        request: Request of columns and targets.
+    """
+    named_columns(request, rows)
+    return as_tensor(*map(sizes_of_columns, (rows.numbers, rows.targets)))
+
+
+def sizes_of_columns(values: np.ndarray) -> np.ndarray:
+    """Return the number of values of each column, or of the rarer value of a column with two, ``[f]``.
+
+    Args:
+        values: Columns, ``[n, f]``; NaN means missing.
+    """
+    sizes = np.zeros(values.shape[1], np.int64)
+    for j, column in enumerate(values.T):
+        counts = np.unique(column[~np.isnan(column)], return_counts=True)[1]
+        sizes[j] = counts.min() if len(counts) == 2 else counts.sum()
+    return sizes
+
+
 def as_tensor(*parts: np.ndarray) -> Tensor:
     """Return arrays one after the other as one tensor; dtypes stay the same."""
     return torch.from_numpy(np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0]))
@@ -163,7 +187,7 @@ class ColumnMoments(Moments):
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of rows in each group."""
-        return {"sums": self.compute(rows, request)["counts"]}
+        return {"sums": num_behind_sums(rows, request)}
 
 
 class ColumnSquares(Squares):
@@ -176,7 +200,7 @@ class ColumnSquares(Squares):
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of rows in each group."""
-        return {"squares": Moments().compute(rows, request)["counts"]}
+        return {"squares": num_behind_sums(rows, request)}
 
 
 class Categories(SumKind):

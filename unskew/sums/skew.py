@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unskew.errors import DataError
 from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.columns import sizes_of_columns
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 SIZES = ("clients", "rows", "rows2")
@@ -150,15 +151,21 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
 
 
 def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
-    """Return the number of samples of each class with at least two of them, ``[C]``.
+    """Return the number of samples of each class, ``[C]``.
+
+    If a column of a table has two distinct values within the class, the number of the rarer one: the mean tells it.
 
     Args:
         rows: Rows of the client.
         request: Request with the arguments ``classes`` and ``inputs``.
     """
-    counts = torch.zeros(int(request.args["classes"]), dtype=torch.int64)
-    for c, inputs in class_rows(rows, request):
-        counts[c] = len(inputs)
+    per_class, x, y = class_rows(rows, request), rows.x, rows.y
+    assert x is not None
+    assert y is not None
+    counts = torch.bincount(y.cpu().long(), minlength=int(request.args["classes"]))
+    for c, inputs in per_class:
+        if x.dim() == 2:
+            counts[c] = int(sizes_of_columns(inputs.cpu().numpy()).min())
     return counts
 
 
@@ -272,8 +279,11 @@ class Gradient(SumKind):
         return {"gradient": (torch.float64, (int(request.args["parameters"]),)), "norms": (torch.float64, (3,))}
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows."""
-        return {name: torch.full(shape, rows.num_rows) for name, (_, shape) in self.shapes(request).items()}
+        """Return the number of samples of the smallest class: the gradient of the last layer separates classes."""
+        size = rows.num_rows
+        if rows.class_counts is not None:
+            size = min(size, smallest(class_counts(rows)) or size)
+        return {name: torch.full(shape, size) for name, (_, shape) in self.shapes(request).items()}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -324,6 +334,8 @@ def num_inputs(request: SumRequest) -> int:
 def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
     """Return the size of the smallest group that products of rows could reveal: of a code, a class, or both.
 
+    A number with at most two distinct values is like a code.
+
     It is 1 with at most as many rows as inputs, because products could then reveal single rows.
 
     Args:
@@ -331,12 +343,14 @@ def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
         request: The request.
     """
     ends = np.cumsum([1, *(int(count) or 1 for count in request.args["codes"])])
+    if len(values) <= ends[-1]:
+        return 1
     coded = [j for start, end in pairwise(ends) for j in range(start, end) if end - start > 1]
-    targets = values[:, ends[-1] :]
-    classes = range(ends[-1], values.shape[1]) if bool(np.isin(targets, (0, 1)).all()) else ()
-    flags = values[:, [*coded, *classes]]
+    found = {j: np.unique(column) for j, column in enumerate(values.T) if j and j not in coded}
+    pairs = [values[:, j] == value for j, distinct in found.items() if len(distinct) <= 2 for value in distinct]
+    flags = np.column_stack([values[:, coded], *pairs]).astype(np.float64)
     counts = torch.from_numpy(flags.T @ flags)
-    return min(len(values), smallest(counts) or len(values)) if len(values) > ends[-1] else 1
+    return min(len(values), smallest(counts) or len(values))
 
 
 class LabelProducts(SumKind):

@@ -1,19 +1,32 @@
 """Every rule of a site for statistics, with the attack that it stops. The attack succeeds when only this rule is off."""
 
+import contextlib
 import functools
 import json
 import random
 import stat
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from support.sites import TINY, LoopPlace
 
+from unskew.config.loader import experiment
+from unskew.data.readers.encoders import Encoder
+from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.audit_log import read_events
+from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.site import policy as policy_module
+from unskew.deployment.site import process as process_module
 from unskew.deployment.site.config import SiteConfig
+from unskew.deployment.site.data import load_site_data, schema_from_own_data
 from unskew.deployment.site.policy import StatisticsPolicy, small_cells
 from unskew.deployment.site.statistics_ledger import StatisticsLedger
+from unskew.deployment.site.sums import check_precision
+from unskew.deployment.wire.frames import Frame
+from unskew.deployment.wire.sums import encode_requests
+from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import ConfigError, DataError
 from unskew.privacy.discrete_laplace import discrete_laplace
 from unskew.sums.base import ClientRows, SumKind, SumRequest
@@ -201,6 +214,91 @@ def test_two_grids_in_one_message_are_rejected_and_nothing_is_stored(tmp_path):
     assert ask(policy, histogram(0, 65), SHIFTED)
 
 
+def age_of_the_rare_ward(policy):
+    """Sum of the ages in ward 3, from two data schemas that merge it with one of the other wards each."""
+    wards, rows = [*[1, 2] * 50, 3], []
+    for merged in (1, 2):
+        patients = hundred([83])
+        codes = torch.tensor([[0 if ward == 3 else int(ward != merged) for ward in wards]]).T
+        object.__setattr__(patients.rows, "x", torch.cat([patients.rows.x, codes], 1))
+        center = {"center": torch.tensor([0.0, merged]).double()}  # makes the requests different
+        request = SumRequest("label_products", {"codes": [0, 2], "targets": 3}, center)
+        reply = policy.reply("c" * 64, RUN, [request], patients.rows, patients.values, schema=f"{merged:064x}")
+        rows.append(reply.sums[0]["products"])
+    both, other = (products[1, 3] for products in rows)  # ages of ward 2, and of ward 1
+    return float(rows[0][0, 1] - both - other)
+
+
+def test_two_data_schemas_are_rejected_because_their_difference_shows_smaller_groups(monkeypatch, tmp_path):
+    with pytest.raises(ConfigError, match=r"another data schema prepared .* unskew deploy forget site\.yaml"):
+        age_of_the_rare_ward(site(tmp_path / "on", ["features"]))
+    monkeypatch.setattr(policy_module, "PREPARED", ())
+    assert age_of_the_rare_ward(site(tmp_path / "off", ["features"])) == 83
+
+
+def test_a_site_that_forgets_accepts_another_data_schema(tmp_path):
+    policy, patients, request = site(tmp_path, ["gradients"]), hundred(), SumRequest("gradient", {"parameters": 1})
+    object.__setattr__(patients.rows, "gradient", lambda: (torch.ones(1), 1.0))
+
+    def reply(schema):
+        return policy.reply("c" * 64, RUN, [request], patients.rows, patients.values, schema=schema * 64)
+
+    reply("1")
+    with pytest.raises(ConfigError, match="another data schema"):
+        reply("2")
+    policy.ledger.forget()
+    reply("2")
+
+
+def classes_above(age, folder):
+    """Classes of the patients above an age: its difference to a mean of 2^31 is rounded to multiples of 256."""
+    text = "age,bmi,y\n" + "".join(f"{97 if k == 8 else 20 + k % 50},{20 + k % 9},{'ny'[k % 2]}\n" for k in range(60))
+    (folder / "rows.csv").write_text(text)
+    path = str(folder / "rows.csv")
+    config = {**TINY, "data": f"table:{path}", "label": "y", "missing": "mean", "max_train_samples": None}
+    place = LoopPlace(
+        folder, config, count=1, data={"source": f"table:{path}", "label": "y"}, statistics={"allow": ["features"]}
+    )
+    process, agreed = place.sites[0], experiment(config)
+    digest = experiment_digest(agreed)
+    schema = schema_from_own_data(load_site_data(process.config, agreed, folder), agreed)
+    means = {"age": age - 2.0**31 - 128, "bmi": 0.0}
+    columns = tuple(replace(one, mean=means[one.name], std=1.0 if one.name == "age" else 1e9) for one in schema.columns)
+    center = torch.tensor([2.0**31, 0]).double()
+    asked = encode_requests([SumRequest("label_products", {"codes": [0, 0], "targets": 2}, {"center": center})])
+    header = {
+        "digest": digest,
+        **replace(schema, columns=columns).config(),
+        "protocol": PROTOCOL,
+        "run": RUN,
+        "attempt": 0,
+    }
+    reply = process.answer(Frame(asked.kind, {**header, **asked.config}, {}, asked.arrays))
+    if reply.kind == "refused":
+        raise ConfigError(reply.config["reason"])
+    return (decode_record(reply, "sum.0")["products"][1, 3:] / 256).tolist()
+
+
+def test_a_mean_that_rounds_the_values_cannot_be_a_threshold(monkeypatch, tmp_path):
+    """The oldest of the patients is the only one above 96."""
+    monkeypatch.setattr(type(SUMS["label_products"]), "group_sizes", SumKind.group_sizes)  # which finds two values
+    (tmp_path / "on").mkdir()
+    with pytest.raises(ConfigError, match=r"no sums of inputs with the mean -2\.14748e\+09 of age"):
+        classes_above(96, tmp_path / "on")
+    (tmp_path / "off").mkdir()
+    monkeypatch.setattr(process_module, "check_precision", lambda *args: None)
+    assert classes_above(96, tmp_path / "off") == [1, 0]
+
+
+@pytest.mark.parametrize(("mean", "sent"), [(1000, True), (-99_999, True), (100_001, False), (-1e6, False)])
+def test_which_means_a_site_accepts(mean, sent):
+    """Values up to 120 have the order of magnitude 100."""
+    schema = DataSchema((1,), 2, ("n", "y"), "classification", torch.float32, None, (Encoder("age", mean=mean),))
+    rows = Patients([-120.0, np.nan, 3.0], [0, 1, 2]).rows
+    with contextlib.nullcontext() if sent else pytest.raises(ConfigError, match="Check the units"):
+        check_precision(schema, rows, "clinic")
+
+
 # ---- 3. repeats ---------------------------------------------------------------------------------------------------------
 
 
@@ -289,6 +387,44 @@ def test_after_a_change_of_few_rows_the_site_does_not_reply(before, after, age, 
         age_of_new_patient(site(tmp_path / "on", log=log), before, after, **second)
     assert "Rows changed since an earlier reply: " in log[0]
     assert age_of_new_patient(site(tmp_path / "off", min_count=1), before, after, **second) == age
+
+
+def test_one_new_training_row_cannot_hide_among_new_held_out_rows(monkeypatch, tmp_path):
+    after = hundred([83])
+    after.values = {
+        "age": [*after.values["age"], *(50.5 + k for k in range(9))],
+        "label": [*after.values["label"], *[2] * 9],
+    }
+    with pytest.raises(ConfigError, match="differ in fewer than 10 rows"):
+        age_of_new_patient(site(tmp_path / "on"), hundred(), after)
+    only_all_rows(monkeypatch)
+    assert age_of_new_patient(site(tmp_path / "off"), hundred(), after) == 83
+
+
+def test_two_experiments_whose_training_rows_differ_by_one_are_found(monkeypatch, tmp_path):
+    """The rows are the same, but in one of the experiments the last one is held out. Requests with different constants."""
+    longer, shorter = hundred([83]), hundred()
+    shorter.values = longer.values
+
+    def age_of_the_row(policy):
+        squares = []
+        for patients, first in ((longer, 0), (shorter, 2)):
+            for mean in (first, first + 1):
+                constant = {"mean": torch.tensor([mean]).double()}
+                request = SumRequest("column_squares", {"columns": ["age"]}, constant)
+                squares.append(float(ask(policy, request, patients)["squares"]))
+        return (squares[0] - squares[1] + 101) / 2 - (squares[2] - squares[3] + 100 * (9 - 4)) / 2
+
+    with pytest.raises(ConfigError, match="differ in fewer than 10 rows"):
+        age_of_the_row(site(tmp_path / "on"))
+    only_all_rows(monkeypatch)
+    assert age_of_the_row(site(tmp_path / "off")) == 83
+
+
+def only_all_rows(monkeypatch):
+    """Compare training rows and held-out rows only together."""
+    parts = policy_module.parts_of_rows
+    monkeypatch.setattr(policy_module, "parts_of_rows", lambda stored: (parts(stored)[0], parts(stored)[0]))
 
 
 def test_the_server_does_not_learn_how_many_rows_changed(tmp_path):
@@ -454,6 +590,52 @@ def test_moments_of_few_values_are_not_sent(tmp_path):
         assert found == expected
 
 
+TWO_VALUES = {
+    "column_moments": ({"columns": ["age"]}, {}, lambda sums: sums["sums"][0]),
+    "class_means": ({"classes": 3, "inputs": 1}, {}, lambda sums: sums["sums"].sum()),
+    "label_products": (
+        {"codes": [0], "targets": 3},
+        {"center": torch.zeros(1).double()},
+        lambda sums: sums["products"][0, 1],
+    ),
+}
+"""Arguments, constants and the number of ones in a column of zeros and ones, by kind."""
+
+
+@pytest.mark.parametrize("kind", TWO_VALUES)
+@pytest.mark.parametrize(("ones", "sent"), [(2, 0), (40, 40), (98, 0)])
+def test_each_of_two_values_is_a_group(kind, ones, sent, monkeypatch, tmp_path):
+    """A column of 0 and 1, for example of a rare disease: its sum is the number of patients who have it."""
+    carriers = Patients([1.0] * ones + [0.0] * (100 - ones), [*[0, 1] * 50])
+    args, constants, number = TWO_VALUES[kind]
+    request = SumRequest(kind, args, constants)
+    assert number(ask(site(tmp_path / "on", ["moments", "features"]), request, carriers)) == sent
+    monkeypatch.setattr(type(SUMS[kind]), "group_sizes", SumKind.group_sizes)
+    assert number(ask(site(tmp_path / "off", ["moments", "features"]), request, carriers)) == ones
+
+
+def test_products_of_a_rare_value_and_a_class_are_not_sent(tmp_path):
+    """20 patients have the disease, but only 2 of the second class."""
+    carriers = Patients([1.0] * 20 + [0.0] * 80, [*[0] * 18, *[1] * 42, *[0] * 40])
+    args, constants, number = TWO_VALUES["label_products"]
+    request = SumRequest("label_products", {**args, "targets": 2}, constants)
+    assert number(ask(site(tmp_path / "on", ["features"]), request, carriers)) == 0
+    sums = ask(site(tmp_path / "off", ["features"], min_count=1), request, carriers)
+    assert sums["products"][1, 2:].tolist() == [18, 2]
+
+
+def test_a_gradient_with_a_part_of_a_rare_class_is_not_sent(monkeypatch, tmp_path):
+    """Here the gradient of the weights of each class is the mean of its inputs, as in a softmax layer."""
+    patients = Patients([*range(20, 80), 83], [0] * 30 + [1] * 30 + [2])
+    per_class = torch.zeros(3).double().index_add_(0, patients.rows.y, patients.rows.x[:, 0].double()) / 61
+    object.__setattr__(patients.rows, "gradient", lambda: (per_class, 1.0))
+    request = SumRequest("gradient", {"parameters": 3})
+    assert ask(site(tmp_path / "on", ["gradients"]), request, patients)["gradient"].tolist() == [0, 0, 0]
+    monkeypatch.setattr(type(SUMS["gradient"]), "group_sizes", SumKind.group_sizes)
+    sent = ask(site(tmp_path / "off", ["gradients"]), request, patients)["gradient"]
+    assert float(sent[2]) * 61 == pytest.approx(83)
+
+
 def test_masked_counts_are_exact_unless_mask_small_is_set(monkeypatch, tmp_path):
     """The server sees only their sum over sites."""
     monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans())
@@ -609,5 +791,5 @@ def test_hashes_of_rows_need_the_key_of_the_site(tmp_path):
     for name in "ab":
         ask(site(tmp_path / name), CLASSES, hundred())
     ledgers = [StatisticsLedger(tmp_path / name / "state") for name in "ab"]
-    one, other = (ledger.tensors(ledger.read().data[0])["age"] for ledger in ledgers)
+    one, other = (ledger.tensors(ledger.read().data[0])["rows/age"] for ledger in ledgers)
     assert not set(one.tolist()) & set(other.tolist())

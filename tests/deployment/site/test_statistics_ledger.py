@@ -42,7 +42,7 @@ def test_forget_lets_the_site_reply_again_and_says_what_that_risks(path, capsys)
         ask(path, extra=1)
     found = call(capsys, "deploy", "forget", path)
     assert found.code == 0
-    assert "1 stored replies, hashes of 1 data sets, and the grids of no column" in found.out
+    assert "1 stored replies, hashes of 1 data sets, the data schema of inputs, and the grids of no column" in found.out
     assert "the privacy losses, 0.5 in total" in found.out
     assert "difference shows the rows that have changed since" in found.out
     assert ask(path, extra=1).epsilon == 0.5

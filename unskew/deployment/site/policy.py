@@ -1,8 +1,9 @@
 """Rules of a site for the statistics that a server requests: permissions, small counts, noise, and no differencing.
 
 A statistic covers all training rows. What the site stores (``statistics_ledger``) prevents that a server learns more from the
-difference of two replies: the same request gets the same reply, each column is counted on one grid, and after a change of few
-rows the site does not reply. Kinds of sums without a permission belong to the experiment and are not restricted here.
+difference of two replies: the same request gets the same reply, each column is counted on one grid, one data schema prepares
+all inputs, and after a change of few rows the site does not reply. Kinds of sums without a permission belong to the
+experiment and are not restricted here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,14 @@ import torch
 from torch import Tensor
 
 from unskew.deployment.site.config import SiteConfig
-from unskew.deployment.site.row_hashes import RowHashes, RowValues, count_changes, hash_rows
+from unskew.deployment.site.row_hashes import (
+    RowHashes,
+    RowValues,
+    count_changes,
+    hash_rows,
+    parts_of_rows,
+    with_training_rows,
+)
 from unskew.deployment.site.statistics_ledger import StatisticsLedger, StatisticsRecords, StoredReply
 from unskew.errors import ConfigError, first_problem, unknown_name
 from unskew.privacy.discrete_laplace import discrete_laplace
@@ -27,6 +35,8 @@ from unskew.sums.registry import SUMS
 
 TOLERANCE = 1e-9
 """Rounding error of a sum of privacy losses."""
+PREPARED = ("features", "gradients")
+"""Permissions of kinds of sums over inputs that the data schema prepares."""
 MOST = 10_000
 """Largest number of stored replies; each of them stays on the site's disk."""
 
@@ -53,14 +63,16 @@ class _Message:
 
     Attributes:
         records: Record of earlier replies, and of those of this message.
-        hashes: Hashes of the rows.
+        hashes: Hashes of the rows, as they are stored.
         same: Files with hashes of the same rows.
+        schema: Digest of the data schema.
         events: Events for the log.
     """
 
     records: StatisticsRecords
     hashes: RowHashes
     same: set[str]
+    schema: str
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -86,6 +98,7 @@ class StatisticsPolicy:
         rows: ClientRows,
         values: RowValues,
         masked: bool = False,
+        schema: str = "",
     ) -> StatisticsReply:
         """Reply to the requests of one message; the reply and its privacy loss are stored before this returns.
 
@@ -94,13 +107,15 @@ class StatisticsPolicy:
             run: Identifier of the run.
             requests: Requests, of which some may need no permission.
             rows: All training rows of the site.
-            values: Values of all rows of the site, from ``row_values``; the same object as long as the data do not change.
+            values: Values of all rows of the site, the training rows first, from ``row_values``; the same object as long as
+                the data do not change.
             masked: Whether the server sees only the sum over sites. Small counts then stay, unless ``mask_small`` is set, and
                 noisy counts may be negative.
+            schema: Digest of the data schema that the server sent, which prepares the inputs of the rows.
 
         Raises:
-            ConfigError: If a statistic is not allowed or selects a second grid, few rows have changed since an earlier
-                reply, or the privacy budget is spent.
+            ConfigError: If a statistic is not allowed or needs a second grid or data schema, few rows have changed since an
+                earlier reply, or the privacy budget is spent.
             DataError: If the data do not have what is requested.
             CheckpointError: If the record of earlier replies is corrupted, or cannot be written.
         """
@@ -110,8 +125,8 @@ class StatisticsPolicy:
         reply = StatisticsReply([], [])
         with self.ledger.locked():
             records = self.ledger.read()
-            hashes = self._hashes(values, records.key)
-            message = _Message(records, hashes, self._same_data(records, hashes))
+            hashes = with_training_rows(self._hashes(values, records.key), rows.num_rows)
+            message = _Message(records, hashes, self._same_data(records, hashes), schema)
             for request in requests:
                 kind = SUMS[request.kind]
                 small: dict[str, list[int]] = {}
@@ -163,11 +178,16 @@ class StatisticsPolicy:
         return self._hashed[2]
 
     def _same_data(self, records: StatisticsRecords, hashes: RowHashes) -> set[str]:
-        """Return the files with hashes of the same rows, after validating that few changes could not be computed."""
-        same = set()
+        """Return the files with hashes of the same rows, after validating that few changes could not be computed.
+
+        Training rows are also compared alone: a new one could hide among new held-out rows, and experiments divide the same
+        rows differently.
+        """
+        same, now = set(), parts_of_rows(hashes)
         for file in records.data:
-            changes = count_changes(self.ledger.tensors(file), hashes)
-            few = {name: count for name, count in changes.items() if 0 < count < self.rules.min_count}
+            changes, train = map(count_changes, parts_of_rows(self.ledger.tensors(file)), now)
+            both = changes | {f"{name} of the training rows": count for name, count in train.items()}
+            few = {name: count for name, count in both.items() if 0 < count < self.rules.min_count}
             if few:
                 self.log(
                     "Statistics refused. Rows changed since an earlier reply: "
@@ -195,6 +215,15 @@ class StatisticsPolicy:
                     "request. Otherwise, the site's administrator can run unskew deploy forget site.yaml."
                 )
             records = records.model_copy(update={"grids": {**records.grids, column: grid}})
+        if kind.permission in PREPARED:
+            if records.data_schema not in ("", message.schema):
+                raise ConfigError(
+                    f"The site {self.site} has already sent sums of inputs that another data schema prepared (means, "
+                    "categories or normalization) and sends none with a second one, because the difference would reveal "
+                    "smaller groups. Use the data schema of the first request. Otherwise, the site's administrator can run "
+                    "unskew deploy forget site.yaml."
+                )
+            records = records.model_copy(update={"data_schema": message.schema})
         for reply in records.replies:
             if (reply.request, reply.epsilon) == (request.digest, rules.epsilon) and reply.data in message.same:
                 message.records = records
@@ -246,7 +275,9 @@ class StatisticsPolicy:
             sizes = tensor if name in kind.cells(request) else stored.get(f"groups/{name}")
             if sizes is None:
                 continue
-            small = sizes < least if noisy else small_cells(sizes, least, total)
+            # Every row is in a group, but the size of a group may be that of a part of it.
+            rest = total if total is None or name in kind.cells(request) else int(sizes.sum())
+            small = sizes < least if noisy else small_cells(sizes, least, rest)
             own[name] = tensor.masked_fill(small.reshape(*small.shape, *[1] * (tensor.dim() - small.dim())), 0)
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()

@@ -21,10 +21,16 @@ from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
 from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
-from unskew.deployment.site.policy import StatisticsPolicy
+from unskew.deployment.site.policy import PREPARED, StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import OutdatedMessageError, SiteState, SiteStateLostError
-from unskew.deployment.site.sums import check_coefficients_request, check_needed, check_schema_arguments, masked_reply
+from unskew.deployment.site.sums import (
+    check_coefficients_request,
+    check_needed,
+    check_precision,
+    check_schema_arguments,
+    masked_reply,
+)
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -224,7 +230,12 @@ class SiteProcess:
             if before is not None:
                 return before
         values = self.experiments.row_values(digest) if any(SUMS[one.kind].permission for one in requests) else {}
-        reply = self.policy.reply(digest, run, requests, rows, values, masked)
+        if any(SUMS[one.kind].permission in PREPARED for one in requests):
+            check_precision(reference, rows, self.config.name)
+        # Class weights do not change inputs.
+        schema = json.dumps(replace(reference, weights=()).config(), sort_keys=True)
+        schema = hashlib.sha256(schema.encode()).hexdigest()
+        reply = self.policy.reply(digest, run, requests, rows, values, masked, schema)
         if masked:
             return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
         hidden, frame = json.dumps(reply.hidden), encode_sums(reply.sums, client=self.config.client)

@@ -82,6 +82,26 @@ def _as_bytes(value: object) -> bytes:
         return b"nan" if value is None else str(value).encode()
 
 
+def with_training_rows(hashes: RowHashes, count: int) -> RowHashes:
+    """Return hashes as they are stored: with the number of training rows, which are the first ones.
+
+    Args:
+        hashes: Hashes of all rows.
+        count: Number of training rows.
+    """
+    return {"train": torch.tensor(count), **{f"rows/{name}": values for name, values in hashes.items()}}
+
+
+def parts_of_rows(stored: RowHashes) -> tuple[RowHashes, RowHashes]:
+    """Return the hashes of all rows, and of the training rows.
+
+    Args:
+        stored: Hashes, from ``with_training_rows``.
+    """
+    rows = {name.removeprefix("rows/"): values for name, values in stored.items() if name.startswith("rows/")}
+    return rows, {name: values[: int(stored["train"])] for name, values in rows.items()}
+
+
 def count_changes(before: RowHashes, now: RowHashes) -> dict[str, int]:
     """Count the rows that were added, removed or changed, in each column of both and in these columns together.
 

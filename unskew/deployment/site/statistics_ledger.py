@@ -56,6 +56,8 @@ class StatisticsRecords(JsonModel):
     """Sum of the privacy losses of all replies; remains when replies are forgotten."""
     grids: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """Grid on which the values of a column were counted."""
+    data_schema: str = ""
+    """Digest of the data schema with which inputs were prepared for sums and gradients."""
     data: tuple[Digest, ...] = ()
     """Files with the hashes of the rows from which replies were computed."""
     replies: tuple[StoredReply, ...] = ()
@@ -151,7 +153,7 @@ class StatisticsLedger:
             log.close()
 
     def forget(self) -> StatisticsRecords:
-        """Forget replies, hashes and grids, but not the privacy losses, and return what was forgotten.
+        """Forget replies, hashes, grids and data schema, but not the privacy losses, and return what was forgotten.
 
         Raises:
             CheckpointError: If neither the record nor the log can be read.

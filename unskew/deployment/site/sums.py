@@ -96,6 +96,33 @@ def check_coefficients_request(
         )
 
 
+def check_precision(reference: DataSchema, rows: ClientRows, site: str) -> None:
+    """Validate that means of the server leave the site's values distinguishable in float32.
+
+    Differences to a mean that is far larger are rounded, so that only the values above some threshold would differ from the
+    others. Only the order of magnitude of the site's values decides, so replies do not reveal the largest one.
+
+    Args:
+        reference: Data schema that the server sent.
+        rows: Training rows of the site.
+        site: Name of the site.
+
+    Raises:
+        ConfigError: If a mean is more than 1000 times larger than all values of its column or target.
+    """
+    means = {encoder.name: encoder.mean for encoder in reference.columns if encoder.kind != "category"}
+    if reference.targets is not None:
+        means |= dict(zip(rows.target_names, reference.targets.mean, strict=False))
+    values = dict(zip((*rows.columns, *rows.target_names), (*rows.numbers.T, *rows.targets.T), strict=True))
+    for name, mean in means.items():
+        largest = float(np.nanmax(np.abs(values[name]), initial=0.0)) if name in values else 0.0
+        if abs(mean) > 10.0 ** (3 + math.floor(math.log10(largest + 1))):
+            raise ConfigError(
+                f"The site {site} sends no sums of inputs with the mean {mean:g} of {name}, because its values are so much "
+                "smaller that the mean would round them. Check the units of this column at all sites."
+            )
+
+
 def masked_reply(
     request: Frame,
     requests: Sequence[SumRequest],
