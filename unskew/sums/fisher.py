@@ -31,7 +31,12 @@ def fisher_sums(x: np.ndarray, y: np.ndarray, beta: np.ndarray) -> dict[str, Ten
 
 
 def design_rows(rows: ClientRows, request: SumRequest) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the arguments of ``fisher_sums`` for a client (raises ``DataError`` if its inputs are others)."""
+    """Return the arguments of ``fisher_sums`` for a client (raises ``DataError`` if its inputs are others).
+
+    Args:
+        rows: Training rows of the client.
+        request: Request of the kind ``fisher``.
+    """
     args, x, y = request.args, rows.x, rows.y
     codes, kept = [*map(int, args["codes"])], np.array([True, *args["kept"]], bool)
     if x is None or y is None or y.dim() != 1 or x[:1].numel() != len(codes):
@@ -42,7 +47,12 @@ def design_rows(rows: ClientRows, request: SumRequest) -> tuple[np.ndarray, np.n
 
 
 def effective_rows(rows: ClientRows, request: SumRequest) -> float:
-    """Return the effective number ``(sum w)^2 / sum w^2`` of rows in the information, with ``w = p (1 - p)`` of each row."""
+    """Return the effective number ``(sum w)^2 / sum w^2`` of rows in the information, with ``w = p (1 - p)`` of each row.
+
+    Args:
+        rows: Training rows of the client.
+        request: Request of the kind ``fisher``.
+    """
     columns, _, beta = design_rows(rows, request)
     logits = columns @ beta
     weights = np.exp(-np.logaddexp(0, -logits) - np.logaddexp(0, logits))
