@@ -86,7 +86,7 @@ def test_a_command_that_is_shown_is_valid(line, after_demo):
     words = words_of(line)
     with COMMANDS[words[0]].make_context(words[0], words[1:]) as context:
         given = context.params
-        own = str(given.get("config")) == "my.yaml"  # the reader's
+        own = str(given.get("config")) in ("my.yaml", "experiment.yaml")  # the reader's
         values = config_values(None if own else given.get("config"), context)
     names = given.get("methods") or [values.get("method", "fedavg")]
     known = words[0] in ("run", "compare")  # other commands have options that are no fields of a run
