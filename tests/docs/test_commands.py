@@ -40,7 +40,8 @@ def lines_of(page):
 
 
 def words_of(line):
-    return shlex.split(line, comments=True)[1:]
+    """Words of a command, with an address for the variable of a shell script that has one."""
+    return shlex.split(line.replace("$ip:", "127.0.0.1:"), comments=True)[1:]
 
 
 def shown(wanted=lambda words: True):
