@@ -1,0 +1,399 @@
+"""Survival analysis of right-censored times: one output per bin of time.
+
+Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of row
+``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
+
+    piecewise   rate_ij = exp(o_j + z_ij)         loss_i = sum_j rate_ij T_ij - D_ij (o_j + z_ij)
+    discrete    h_ij = sigmoid(o_j + z_ij)        loss_i = sum_j a_ij softplus(o_j + z_ij) - D_ij (o_j + z_ij)
+
+``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The offsets
+``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
+
+Sources: Friedman 1982 (Annals of Statistics 10); Gensheimer and Narasimhan 2019 (arXiv:1805.00917); Kvamme and Borgan 2019
+(arXiv:1910.06724); federated: Andreux et al. 2020 (arXiv:2006.08997).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.errors import ConfigError, DataError, abbreviate
+from unskew.functorch_api import constant
+from unskew.tasks.base import Task
+from unskew.tasks.metrics import MetricSet
+from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
+
+BINS = 10
+"""Number of bins by default, if there are enough events."""
+FEW = 10
+"""Number of events per bin below which a warning is logged."""
+LOG = logging.getLogger("unskew")
+Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
+"""Returns the sums of a kind over all clients, given its arguments and public tensors."""
+
+
+@dataclass(frozen=True)
+class Survival(Task):
+    """Time to an event, ``y [B, 2]``: the time, and 1 for an event or 0 if the row is censored.
+
+    A model has one output per bin. Its predictions are the probabilities to survive each cut point, ``[B, J]``.
+
+    Attributes:
+        name: Name of the task.
+        section: Section of the configuration with its options.
+        provides: What the task provides of a sample.
+        numeric_labels: Whether the labels of a table are columns of numbers.
+        fits: Whether sums over all clients determine constants of the task.
+        output_kind: What ``outputs`` returns.
+        loss_options: Values of the option ``loss``.
+        scored: Primary metric.
+        requestable: Metrics that a run may request.
+        lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
+        event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
+        until: Time at which later times are censored; None means the largest time.
+        bins: Number of bins, or cut points; None means ``BINS``, or fewer if there are few events.
+        horizons: Times at which risks are reported; empty means the quartiles of the events.
+        kind: Loss: ``piecewise`` or ``discrete``.
+        cuts: Upper end of each bin, ``[J]``.
+        rates: Events per unit of time in each bin over all clients, ``[J]``.
+        shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
+        censoring: Share of rows over all clients that are not censored at ``CELLS + 1`` equally spaced times from 0 to the last
+            cut point, if there are no events.
+    """
+
+    name: ClassVar[str] = "survival"
+    section: ClassVar[str] = "survival"
+    provides: ClassVar[frozenset[str]] = frozenset(("vector",))
+    numeric_labels: ClassVar[bool] = True
+    fits: ClassVar[bool] = True
+    output_kind: ClassVar[str] = "survival"
+    loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
+    scored: ClassVar[str] = "concordance"
+    requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
+
+    event: str | None = None
+    until: float | None = None
+    bins: int | tuple[float, ...] | None = None
+    horizons: tuple[float, ...] = ()
+    kind: str = "piecewise"
+    cuts: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    censoring: tuple[float, ...] = ()
+
+    @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Cut points, hazards over all clients, horizons and the censoring curve; whether the loss is ``discrete``."""
+        return {
+            "cuts": self.cuts,
+            "rates": self.rates,
+            "shares": self.shares,
+            "horizons": self.horizons,
+            "censoring": self.censoring,
+            "discrete": (float(self.kind == "discrete"),),
+        }
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the survival task with its bins and the hazards over all clients."""
+        found = {name: tuple(map(float, values)) for name, values in constants.items()}
+        if {*found} != {*self.constants}:
+            raise ValueError("the constants are not those of survival analysis")
+        discrete = found.pop("discrete")
+        cuts, rates, shares = (found[name] for name in ("cuts", "rates", "shares"))
+        fits = (
+            discrete in ((0.0,), (1.0,))
+            and len(cuts) == len(rates) == len(shares) == classes
+            and all(a < b < math.inf for a, b in zip((0.0, *cuts), cuts, strict=False))
+            and all(0 < rate < math.inf for rate in rates)
+            and all(0 < share < 1 for share in shares)
+            and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
+            and len(found["censoring"]) == CELLS + 1
+            and all(0 <= share <= 1 for share in found["censoring"])
+        )
+        if not fits:
+            raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
+        return replace(self, kind="discrete" if discrete[0] else "piecewise", **found)
+
+    def configured(self, options: Mapping[str, Any]) -> Survival:
+        """Return the task with the options of the section ``survival``.
+
+        Args:
+            options: The fields ``event``, ``until``, ``bins`` and ``horizons``.
+        """
+        bins, horizons = options["bins"], tuple(map(float, options["horizons"]))
+        cuts = tuple(map(float, bins)) if isinstance(bins, list | tuple) else bins
+        return replace(self, event=options["event"], until=options["until"], bins=cuts, horizons=horizons)
+
+    def with_loss(self, loss: str) -> Survival:
+        """Return the task with the loss ``piecewise`` or ``discrete``."""
+        return replace(self, kind=loss)
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return times and events, ``[n, 2]``, as float64."""
+        if y.dim() != 2 or y.shape[1] != 2:
+            raise DataError(
+                f"The targets of {who} have shape {tuple(y.shape)}. Survival requires [n, 2]: time, and 1 for an event or 0 "
+                "if the row is censored."
+            )
+        y = y.to(torch.float64)
+        time, event = y.unbind(1)
+        swapped = bool(((time == 0) | (time == 1)).all()) and not bool(((event == 0) | (event == 1)).all())
+        for bad, what in (
+            (~time.isfinite(), "a time that is missing or infinite"),
+            (time < 0, "a negative time"),
+            (event.isnan(), "no event indicator"),
+            ((event != 0) & (event != 1), f"the event indicator {'%g'}"),
+        ):
+            if rows := torch.nonzero(bad)[:, 0].tolist():
+                value = what.replace("%g", f"{float(event[rows[0]]):g}")
+                remedy = "Write the time first, then 1 for an event or 0" if swapped else "Correct or remove these rows"
+                raise DataError(f"Row {rows[0] + 1} of {who} has {value} ({len(rows)} of {len(y)} rows). {remedy}.")
+        return y.contiguous()
+
+    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
+        """Accept all targets that ``read`` returns."""
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray | None:
+        """Return 1 for each event and 0 for each other value of the second label column; None for the column of times.
+
+        Args:
+            index: Position of the label column.
+            name: Its name.
+            values: Its values; None where one is missing.
+            where: Name of the data, for errors.
+
+        Raises:
+            DataError: If a value is missing, or the values are not an event and its absence.
+        """
+        if index == 0:
+            return None
+        missing = [row for row, value in enumerate(values) if value is None or value != value]
+        if missing:
+            raise DataError(
+                f"{where}: the event column {name!r} has {len(missing)} missing values (first: row {missing[0] + 1}). Remove "
+                "those rows."
+            )
+        texts = [value_text(value) for value in values]
+        known, shown = sorted({*texts}), abbreviate(sorted({*texts}))
+        if len(known) > 2:
+            raise DataError(
+                f"{where}: the event column {name!r} has more than two values: {shown}. It must say for each row whether the "
+                "event was observed. Write label as the column of times, then the column of events."
+            )
+        if self.event is None and not {*known} <= {"0", "1"}:
+            raise DataError(
+                f"{where}: the event column {name!r} has the values {shown}. Set survival.event to the one that means the "
+                "event."
+            )
+        if self.event is not None and self.event not in known and len(known) == 2:
+            raise DataError(
+                f"{where}: survival.event is {self.event!r}, but the event column {name!r} has the values {shown}."
+            )
+        return np.array([text == (self.event or "1") for text in texts], np.float64)
+
+    def num_outputs(self, ys: Sequence[Tensor]) -> int:
+        """Return the number of bins; 1 before they are known."""
+        return len(self.cuts) or 1
+
+    def distribution(self, y: Tensor, classes: int) -> Tensor:
+        """Return time and event of each sample, ``[n, 2]``."""
+        return y.double()
+
+    def fit(self, ask: Ask, names: Sequence[str]) -> Survival:
+        """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
+
+        Args:
+            ask: Returns sums.
+            names: Names of the label columns.
+
+        Raises:
+            ConfigError: If bins would have no event, or a horizon is after the last time.
+            DataError: If there is no event.
+        """
+        given = self.bins if isinstance(self.bins, tuple) else ()
+        until = given[-1] if given else self.until
+        if until is None:
+            counts = ask("survival_times", {}, {})["counts"].numpy()
+            until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
+        edges = grid_edges(until, given)
+        sums = ask("survival", {"until": until, "cuts": [*given]}, {})
+        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["without_events"])
+        total = int(table.events.sum())
+        if not total:
+            raise DataError(
+                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event and "
+                "survival.until."
+            )
+        if silent:
+            LOG.warning("%d clients have no event until %s; they inform only about censoring", silent, number_text(until))
+        cuts = given or self._equal_bins(table, total)
+        bins = table.bins(cuts)
+        if (empty := np.flatnonzero(bins.events == 0)).size:
+            low, high = (number_text(end) for end in ((0.0, *cuts)[empty[0]], cuts[empty[0]]))
+            raise ConfigError(
+                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
+                f"Merge the bin with another one, or set bins to a number: {_most_bins(table, len(cuts))} fit."
+            )
+        if total < FEW * len(cuts) and self.bins is not None:
+            LOG.warning(
+                "survival.bins: %d events in %d bins are fewer than %d per bin; use at most %d bins",
+                *(total, len(cuts), FEW, max(1, total // FEW)),
+            )
+        late = [horizon for horizon in self.horizons if horizon > until]
+        if late:
+            raise ConfigError(
+                f"survival.horizons: {number_text(late[0])} is after {number_text(until)}, the last time with a prediction. "
+                "Remove it, or set survival.until to a later time."
+            )
+        shares = np.minimum(bins.events / bins.at_risk, 1 - 0.5 / np.maximum(bins.at_risk, 1))
+        return replace(
+            self,
+            cuts=tuple(cuts),
+            rates=tuple((bins.events / np.maximum(bins.exposure, np.finfo(float).tiny)).tolist()),
+            shares=tuple(shares.tolist()),
+            horizons=self.horizons or quartile_cuts(bins.events, cuts),
+            censoring=tuple(table.censoring()[np.searchsorted(edges, grid_edges(until))].tolist()),
+        )
+
+    def _equal_bins(self, table: SurvivalTable, total: int) -> tuple[float, ...]:
+        """Return cut points with about equal numbers of events (raises ``ConfigError`` if fewer fit than configured)."""
+        wanted = self.bins if isinstance(self.bins, int) else max(1, min(BINS, total // FEW))
+        most = _most_bins(table, wanted)
+        if most < wanted and self.bins is not None:
+            raise ConfigError(
+                f"survival.bins={wanted} leaves a bin without an event: the {total} events of the training rows fit into "
+                f"{most} bins. Set survival.bins to at most {most}."
+            )
+        return choose_cuts(table, most) or (float(table.edges[-1]),)
+
+    @cached_property
+    def offsets(self) -> tuple[float, ...]:
+        """Offset of each output, ``[J]``: log rate, or log-odds of the share."""
+        if self.kind == "piecewise":
+            return tuple(math.log(rate) for rate in self.rates)
+        return tuple(math.log(share) - math.log1p(-share) for share in self.shares)
+
+    def _bins(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs with their offsets, the exposure and whether the event is there, ``[B, J]`` each."""
+        time, event = (y[..., column : column + 1].to(logits.dtype) for column in (0, 1))
+        low, high = constant((0.0, *self.cuts[:-1]), logits), constant(self.cuts, logits)
+        after = time > constant((-1.0, *self.cuts[:-1]), logits)  # time 0 belongs to the first bin
+        inside = (after & (time <= high)).to(logits.dtype)
+        if self.kind == "piecewise":
+            exposure = torch.minimum(time, high).sub(low).clamp_min(0)
+        else:
+            exposure = torch.where(time >= high, torch.ones_like(inside), inside * (1 + event) / 2)
+        return logits + constant(self.offsets, logits), exposure, inside * event
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the negative log-likelihood of each row."""
+        z, exposure, events = self._bins(logits, y)
+        hazard = z.exp() if self.kind == "piecewise" else F.softplus(z)
+        return (hazard * exposure - events * z).sum(-1)
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood."""
+        return self.losses(logits, y).mean()
+
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the outputs of the rows' own hazards; a bin without events counts half an event."""
+        _, exposure, events = (part.sum(0) for part in self._bins(y.new_zeros(len(y), classes), y))
+        offsets = y.new_tensor(self.offsets)
+        counted = events.clamp_min(0.5)
+        if self.kind == "piecewise":
+            return torch.where(exposure > 0, (counted / exposure).log() - offsets, 0.0)
+        counted = torch.minimum(counted, exposure - 0.5)
+        return torch.where(counted > 0, torch.logit(counted / exposure) - offsets, 0.0)
+
+    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return NaN: the concordance compares rows, so it is no mean over them."""
+        return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the probability to survive each cut point, ``[B, J]``, in float64."""
+        z = logits.to(torch.float64)
+        z = z + constant(self.offsets, z)
+        if self.kind == "discrete":
+            return (-F.softplus(z).cumsum(-1)).exp()
+        widths = tuple(b - a for a, b in zip((0.0, *self.cuts), self.cuts, strict=False))
+        return (-(z.exp() * constant(widths, z)).cumsum(-1)).exp()
+
+    def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
+        """Return ``survival(TIME)`` for each cut point."""
+        return [f"survival({number_text(cut)})" for cut in self.cuts]
+
+    def survival(self, outputs: np.ndarray, times: Sequence[float] | np.ndarray) -> np.ndarray:
+        """Return the probability to survive some times, ``[n, T]``; the hazard is constant within a bin.
+
+        Args:
+            outputs: Probabilities to survive the cut points, ``[n, J]``.
+            times: Times from 0 to the last cut point, ``[T]``.
+        """
+        before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
+        bin_of = np.searchsorted(self.cuts, times)
+        low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
+        share = (np.asarray(times) - low) / (high - low)
+        return np.asarray(before[:, bin_of] ** (1 - share) * before[:, bin_of + 1] ** share)
+
+    def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
+        """Return the median time of each sample, which half of such samples survive; None if it is after the last cut point."""
+        super().decisions(outputs, metrics, threshold)
+        before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
+        reached = outputs <= 0.5
+        bin_of, rows = reached.argmax(1), np.arange(len(outputs))
+        upper, lower = before[rows, bin_of], np.maximum(before[rows, bin_of + 1], np.finfo(float).tiny)
+        low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
+        return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+
+
+def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:
+    """Return the cut points nearest to the quartiles of the events.
+
+    Args:
+        events: Events in each bin, ``[J]``.
+        cuts: Cut points, ``[J]``.
+
+    >>> quartile_cuts(np.array([1, 1, 1, 1]), [10.0, 20.0, 30.0, 40.0])
+    (10.0, 20.0, 30.0)
+    """
+    reached = np.cumsum(events) / events.sum()
+    return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
+
+
+def _most_bins(table: SurvivalTable, wanted: int) -> int:
+    """Return the largest number of bins up to ``wanted`` that all have an event."""
+    return next((bins for bins in range(wanted, 1, -1) if choose_cuts(table, bins)), 1)
+
+
+def number_text(value: float) -> str:
+    """Return a time as a text.
+
+    >>> number_text(1826.0), number_text(263.9140625)
+    ('1826', '263.914')
+    """
+    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
+
+
+def value_text(value: object) -> str:
+    """Return a value of an event column as a text; true is 1, and false is 0.
+
+    >>> [value_text(value) for value in (True, 2.0, "Dead ", "false")]
+    ['1', '2', 'Dead', '0']
+    """
+    if isinstance(value, int | float | np.number | np.bool_):
+        return f"{float(value):g}"
+    text = str(value).strip()
+    return {"true": "1", "false": "0"}.get(text.lower(), text)
