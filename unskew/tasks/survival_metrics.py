@@ -39,7 +39,7 @@ class Curve:
     def at(self, times: np.ndarray) -> np.ndarray:
         """Return the values at some times, ``[..., len(times)]``; after the last time, the last value."""
         if not self.step:
-            return np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values))
+            return np.asarray(np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values)))
         ones = np.ones((*self.values.shape[:-1], 1))
         steps = np.concatenate([ones, self.values], -1)
         return np.asarray(steps[..., np.searchsorted(self.times, times, "right")])
@@ -76,7 +76,8 @@ def _life_table(
     counts = np.ones(len(time)) if counts is None else counts
     times, first = np.unique(time[order], return_index=True)
     if not len(times):
-        return times, *(np.zeros((*counts.shape[:-1], 0)) for _ in range(3))
+        empty = np.zeros((*counts.shape[:-1], 0))
+        return times, empty, empty, empty
     ordered = counts[..., order].astype(np.float64)
     leaving = np.add.reduceat(ordered, first, -1)
     events = np.add.reduceat(ordered * event[order], first, -1)
@@ -86,8 +87,8 @@ def _life_table(
 def curves_from_cells(table: np.ndarray, edges: np.ndarray) -> tuple[Curve, Curve]:
     """Compute the curves of survival and of being uncensored from numbers of rows in cells of time.
 
-    Within a cell, rows are censored after half of its length on average (actuarial estimate), and events occur likewise. Rows
-    that are censored in the last cell reach its end, which is where longer times are censored.
+    Within a cell, rows are censored after half of its length on average (actuarial estimate), and events occur likewise.
+    Rows that are censored in the last cell reach its end, at which longer times are censored.
 
     Args:
         table: Events and censorings in each cell ``(edge, next edge]``, ``[2, m]``.
@@ -121,9 +122,9 @@ def concordant_pairs(
 ) -> np.ndarray:
     """Compute the weights of concordant and of comparable pairs, ``[..., 2]``; their ratio is the concordance.
 
-    A pair is comparable if row ``i`` has its event at ``t_i`` and ``t_j > t_i``, or ``t_j = t_i`` and ``j`` is censored. It is
-    concordant if ``r_i > r_j``, and half if the risks are equal. The ranks of two different times differ first in one bit, so
-    each bit contributes pairs within blocks of rows, by one sort: O(n log² n) instead of O(n²).
+    A pair is comparable if row ``i`` has its event at ``t_i``, and ``t_j > t_i``, or ``t_j = t_i`` and ``j`` is censored.
+    It is concordant if ``r_i > r_j``, and half if the risks are equal. The ranks of two different times differ first in one
+    bit, so each bit contributes pairs within blocks of rows, by one sort: O(n log² n) instead of O(n²).
 
     Args:
         time: Times, ``[n]``.
