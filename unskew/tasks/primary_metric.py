@@ -6,11 +6,13 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES: dict[str, str] = {"r2": "R²", "accuracy": "accuracy"}
+SCORES: dict[str, str] = {"concordance": "concordance", "r2": "R²", "accuracy": "accuracy"}
 """Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect. A task may
 have a metric of a later name in addition to its primary metric."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
+BRIER, RISK_GAP = "brier/", "risk_gap/"
+"""Prefixes of the names of the Brier score of survival at a time, and of the predicted minus the observed risk."""
 WORST = "worst_client"
 """Objective that is the primary metric of the worst client."""
 
@@ -75,11 +77,13 @@ KNOWN_METRICS = {
     "balanced_accuracy": MetricInfo("balanced_accuracy", "balanced accuracy"),
     "ece": MetricInfo("ece", "ECE", lower_is_better=True),
     "brier": MetricInfo("brier", "Brier score", lower_is_better=True, percent=False),
+    "uno": MetricInfo("uno", "Uno's concordance"),
+    "ibs": MetricInfo("ibs", "integrated Brier score", lower_is_better=True, percent=False),
     "observed_expected": MetricInfo("observed_expected", "observed/expected", percent=False),
     "calibration_slope": MetricInfo("calibration_slope", "calibration slope", percent=False),
     WORST: MetricInfo(WORST, "worst client"),
 }
-"""Metrics that unskew computes, by name, without the per-class recalls."""
+"""Metrics that unskew computes, by name, without those of single classes or times."""
 ONE_CLASS = ("auprc", "f1", "ece", "observed_expected")
 """Metrics of two classes that depend on which of them is positive."""
 
@@ -96,6 +100,8 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
     ('recall of yes', True)
     >>> metric_info("auprc", positive="fraud").title
     'AUPRC of fraud'
+    >>> metric_info("brier/365").title, metric_info("risk_gap/365").lower_is_better
+    ('Brier score at 365', False)
     """
     if name in ONE_CLASS and positive is not None:
         return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
@@ -103,6 +109,10 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
         return KNOWN_METRICS[name]
     if name.startswith(RECALL):
         return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
+    if name.startswith(BRIER):
+        return MetricInfo(name, f"Brier score at {name.removeprefix(BRIER)}", lower_is_better=True, percent=False)
+    if name.startswith(RISK_GAP):
+        return MetricInfo(name, f"risk gap at {name.removeprefix(RISK_GAP)}", percent=False)
     return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 
