@@ -73,7 +73,6 @@ class SurvivalCounts(SumKind):
         return {
             **counts,
             "exposure": torch.from_numpy(table.exposure),
-            "rows": torch.tensor(table.rows),
             "without_events": torch.tensor(int(not table.events.any())),
         }
 
@@ -89,10 +88,7 @@ class SurvivalCounts(SumKind):
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
         counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (torch.int64, cells) for name in COUNTS}
-        numbers: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(
-            ("rows", "without_events"), (torch.int64, ())
-        )
-        return {**counts, "exposure": (torch.float64, cells), **numbers}
+        return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
         """Return the names of the tensors that count rows."""

@@ -31,10 +31,22 @@ from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
 from unskew.tasks.base import Task
 from unskew.tasks.metrics import MetricSet
+from unskew.tasks.survival_metrics import (
+    Curve,
+    brier_errors,
+    concordant_pairs,
+    integrated_errors,
+    kaplan_meier,
+    last_time,
+    survival_at,
+    uno_weights,
+)
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
 
 BINS = 10
 """Number of bins by default, if there are enough events."""
+AT_HORIZONS = ("brier", "risk_gap")
+"""Metrics with a value for each horizon."""
 FEW = 10
 """Number of events per bin below which a warning is logged."""
 LOG = logging.getLogger("unskew")
@@ -57,6 +69,7 @@ class Survival(Task):
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
+        pairwise: Whether the primary metric compares samples.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -79,6 +92,7 @@ class Survival(Task):
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
+    pairwise: ClassVar[bool] = True
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -320,31 +334,91 @@ class Survival(Task):
         """Return NaN: the concordance compares rows, so it is no mean over them."""
         return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
 
+    def primary(self, y: np.ndarray, scores: np.ndarray) -> float:
+        """Compute the concordance: the share of comparable pairs in which the row with the earlier event has the higher risk.
+
+        The risk is the cumulative hazard at the last cut point.
+        """
+        time, event = self._until(y)
+        concordant, comparable = concordant_pairs(time, event, cumulative_hazards(scores)[:, -1])
+        return float(concordant / comparable) if comparable else math.nan
+
+    def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
+        last = self.cuts[-1]
+        time = y[:, 0] if later is None else np.where(y[:, 0] > last, later, y[:, 0])
+        return np.minimum(time, last) if later is None else time, (y[:, 1] > 0) & (y[:, 0] <= last)
+
+    def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
+        """Return the names of the values of the requested metrics; those at horizons end in the time."""
+        names = [
+            f"{name}/{number_text(horizon)}" if horizon else name
+            for name in metrics.known
+            for horizon in (self.horizons if name in AT_HORIZONS else (0.0,))
+        ]
+        return (*names, *metrics.own)
+
+    def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute the requested metrics of ``requestable``; ``brier`` and ``risk_gap`` at each horizon."""
+        time, event = self._until(y)
+        beyond = self._until(y, math.inf)
+        hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
+        edges = grid_edges(self.cuts[-1])
+        censoring = Curve(edges[1:], np.array(self.censoring[1:]), step=False)
+        last = last_time(censoring, edges)
+        found: list[float] = []
+        for name in metrics.known:
+            if name == "uno":
+                weights = uno_weights(time, censoring, last)
+                concordant, comparable = concordant_pairs(time, event, hazards[:, -1], weights)
+                found.append(float(concordant / comparable) if comparable else math.nan)
+            elif name == "ibs":
+                within = edges[edges <= last]
+                errors = integrated_errors(hazards, cuts, within, *beyond, censoring) if len(within) > 1 else np.array([np.nan])
+                found.append(float(errors.mean()))
+            elif name == "brier":
+                survival = survival_at(hazards, cuts, horizons)
+                found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
+            else:
+                risks = 1 - survival_at(hazards, cuts, horizons)
+                found += (risks.mean(0) - 1 + kaplan_meier(*beyond).at(horizons)).tolist()
+        return dict(zip(self.metric_names(replace(metrics, own={})), found, strict=True))
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute concordance, loss and all metrics."""
+        everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
+        return {"concordance": self.primary(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+
+    def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
+        hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
+        z = np.log(hazards / self.widths) if self.kind == "piecewise" else np.log(np.expm1(hazards))
+        return float(self.loss(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)))
+
+    @cached_property
+    def widths(self) -> tuple[float, ...]:
+        """Length of each bin, ``[J]``."""
+        return tuple(high - low for low, high in zip((0.0, *self.cuts), self.cuts, strict=False))
+
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the probability to survive each cut point, ``[B, J]``, in float64."""
         z = logits.to(torch.float64)
         z = z + constant(self.offsets, z)
         if self.kind == "discrete":
             return (-F.softplus(z).cumsum(-1)).exp()
-        widths = tuple(b - a for a, b in zip((0.0, *self.cuts), self.cuts, strict=False))
-        return (-(z.exp() * constant(widths, z)).cumsum(-1)).exp()
+        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
 
     def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
         """Return ``survival(TIME)`` for each cut point."""
         return [f"survival({number_text(cut)})" for cut in self.cuts]
 
-    def survival(self, outputs: np.ndarray, times: Sequence[float] | np.ndarray) -> np.ndarray:
+    def survival(self, outputs: np.ndarray, times: Sequence[float]) -> np.ndarray:
         """Return the probability to survive some times, ``[n, T]``; the hazard is constant within a bin.
 
         Args:
             outputs: Probabilities to survive the cut points, ``[n, J]``.
             times: Times from 0 to the last cut point, ``[T]``.
         """
-        before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
-        bin_of = np.searchsorted(self.cuts, times)
-        low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
-        share = (np.asarray(times) - low) / (high - low)
-        return np.asarray(before[:, bin_of] ** (1 - share) * before[:, bin_of + 1] ** share)
+        return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the median time of each sample, which half of such samples survive; None if it is after the last cut point."""
@@ -357,6 +431,11 @@ class Survival(Task):
         with np.errstate(divide="ignore", invalid="ignore"):
             medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
         return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+
+
+def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
+    """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
+    return -np.log(np.maximum(outputs, np.finfo(float).tiny))
 
 
 def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:
