@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import numpy as np
@@ -79,7 +80,7 @@ class SurvivalCounts(SumKind):
     def edges(self, request: SumRequest) -> np.ndarray:
         """Return the edges of the cells (raises ``DataError`` if the arguments are not valid)."""
         try:
-            known = GridArguments.model_validate(request.args)
+            known = GridArguments.model_validate_json(json.dumps(request.args))
         except ValueError as error:
             raise DataError("The request for survival times has no valid cells.") from error
         return grid_edges(known.until, [cut for cut in known.cuts if cut <= known.until])

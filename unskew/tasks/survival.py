@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -29,7 +29,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
-from unskew.tasks.base import Task
+from unskew.tasks.base import Ask, Task
 from unskew.tasks.metrics import MetricSet
 from unskew.tasks.survival_metrics import (
     Curve,
@@ -50,8 +50,6 @@ AT_HORIZONS = ("brier", "risk_gap")
 FEW = 10
 """Number of events per bin below which a warning is logged."""
 LOG = logging.getLogger("unskew")
-Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Returns the sums of a kind over all clients, given its arguments and public tensors."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +67,7 @@ class Survival(Task):
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
-        pairwise: Whether the primary metric compares samples.
+        ranked: Whether ``measure_all`` computes the primary metric.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -92,7 +90,7 @@ class Survival(Task):
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
-    pairwise: ClassVar[bool] = True
+    ranked: ClassVar[bool] = True
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -108,7 +106,9 @@ class Survival(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Cut points, hazards over all clients, horizons and the censoring curve; whether the loss is ``discrete``."""
+        """Cut points, hazards over all clients, horizons, the censoring curve, whether the loss is ``discrete``, and the value
+        that means the event, as the code points of its characters.
+        """
         return {
             "cuts": self.cuts,
             "rates": self.rates,
@@ -116,6 +116,7 @@ class Survival(Task):
             "horizons": self.horizons,
             "censoring": self.censoring,
             "discrete": (float(self.kind == "discrete"),),
+            "event": tuple(float(ord(character)) for character in self.event or ""),
         }
 
     def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
@@ -123,7 +124,7 @@ class Survival(Task):
         found = {name: tuple(map(float, values)) for name, values in constants.items()}
         if {*found} != {*self.constants}:
             raise ValueError("the constants are not those of survival analysis")
-        discrete = found.pop("discrete")
+        discrete, event = found.pop("discrete"), "".join(chr(int(code)) for code in found.pop("event"))
         cuts, rates, shares = (found[name] for name in ("cuts", "rates", "shares"))
         fits = (
             discrete in ((0.0,), (1.0,))
@@ -137,17 +138,17 @@ class Survival(Task):
         )
         if not fits:
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
-        return replace(self, kind="discrete" if discrete[0] else "piecewise", **found)
+        return replace(self, kind="discrete" if discrete[0] else "piecewise", event=event or None, **found)
 
-    def configured(self, options: Mapping[str, Any]) -> Survival:
+    def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
 
         Args:
-            options: The fields ``event``, ``until``, ``bins`` and ``horizons``.
+            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
         """
-        bins, horizons = options["bins"], tuple(map(float, options["horizons"]))
-        cuts = tuple(map(float, bins)) if isinstance(bins, list | tuple) else bins
-        return replace(self, event=options["event"], until=options["until"], bins=cuts, horizons=horizons)
+        return replace(
+            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+        )
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""
@@ -224,12 +225,11 @@ class Survival(Task):
         """Return time and event of each sample, ``[n, 2]``."""
         return y.double()
 
-    def fit(self, ask: Ask, names: Sequence[str]) -> Survival:
+    def fit(self, ask: Ask) -> Survival:
         """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
 
         Args:
             ask: Returns sums.
-            names: Names of the label columns.
 
         Raises:
             ConfigError: If bins would have no event, or a horizon is after the last time.
@@ -334,14 +334,12 @@ class Survival(Task):
         """Return NaN: the concordance compares rows, so it is no mean over them."""
         return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
 
-    def primary(self, y: np.ndarray, scores: np.ndarray) -> float:
+    def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
         """Compute the concordance: the share of comparable pairs in which the row with the earlier event has the higher risk.
 
         The risk is the cumulative hazard at the last cut point.
         """
-        time, event = self._until(y)
-        concordant, comparable = concordant_pairs(time, event, cumulative_hazards(scores)[:, -1])
-        return float(concordant / comparable) if comparable else math.nan
+        return {"concordance": ratio(concordant_pairs(*self._until(y), cumulative_hazards(scores)[:, -1]))}
 
     def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
         """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
@@ -370,8 +368,7 @@ class Survival(Task):
         for name in metrics.known:
             if name == "uno":
                 weights = uno_weights(time, censoring, last)
-                concordant, comparable = concordant_pairs(time, event, hazards[:, -1], weights)
-                found.append(float(concordant / comparable) if comparable else math.nan)
+                found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
             elif name == "ibs":
                 within = edges[edges <= last]
                 errors = integrated_errors(hazards, cuts, within, *beyond, censoring) if len(within) > 1 else np.array([np.nan])
@@ -387,7 +384,7 @@ class Survival(Task):
     def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute concordance, loss and all metrics."""
         everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
-        return {"concordance": self.primary(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+        return {**self.measure_all(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
 
     def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
         hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
@@ -407,9 +404,14 @@ class Survival(Task):
             return (-F.softplus(z).cumsum(-1)).exp()
         return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``survival(TIME)`` for each cut point."""
+        return tuple(f"survival({number_text(cut)})" for cut in self.cuts)
+
     def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
-        """Return ``survival(TIME)`` for each cut point."""
-        return [f"survival({number_text(cut)})" for cut in self.cuts]
+        """Return the names of the outputs unchanged."""
+        return [*names]
 
     def survival(self, outputs: np.ndarray, times: Sequence[float]) -> np.ndarray:
         """Return the probability to survive some times, ``[n, T]``; the hazard is constant within a bin.
@@ -431,6 +433,11 @@ class Survival(Task):
         with np.errstate(divide="ignore", invalid="ignore"):
             medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
         return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+
+
+def ratio(pairs: np.ndarray) -> float:
+    """Return the share of concordant pairs, given their weight and that of comparable pairs; NaN without any."""
+    return float(pairs[0] / pairs[1]) if pairs[1] else math.nan
 
 
 def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
