@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated
 
 import numpy as np
@@ -73,14 +74,13 @@ class SurvivalCounts(SumKind):
         return {
             **counts,
             "exposure": torch.from_numpy(table.exposure),
-            "rows": torch.tensor(table.rows),
             "without_events": torch.tensor(int(not table.events.any())),
         }
 
     def edges(self, request: SumRequest) -> np.ndarray:
         """Return the edges of the cells (raises ``DataError`` if the arguments are not valid)."""
         try:
-            known = GridArguments.model_validate(request.args)
+            known = GridArguments.model_validate_json(json.dumps(request.args))
         except ValueError as error:
             raise DataError("The request for survival times has no valid cells.") from error
         return grid_edges(known.until, [cut for cut in known.cuts if cut <= known.until])
@@ -89,10 +89,7 @@ class SurvivalCounts(SumKind):
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
         counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (torch.int64, cells) for name in COUNTS}
-        numbers: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(
-            ("rows", "without_events"), (torch.int64, ())
-        )
-        return {**counts, "exposure": (torch.float64, cells), **numbers}
+        return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
         """Return the names of the tensors that count rows."""

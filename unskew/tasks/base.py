@@ -158,6 +158,20 @@ class Task:
         """
         raise NotImplementedError
 
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray | None:
+        """Return the numbers of a label column of a table, ``[n]``; None if the column has numbers.
+
+        Args:
+            index: Position of the column among the label columns.
+            name: Name of the column.
+            values: Values of the column; None where one is missing.
+            where: Name of the data, for errors.
+
+        Raises:
+            DataError: If a value is missing or not valid.
+        """
+        return None
+
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
         """Validate that targets match the number of classes.
 
@@ -361,9 +375,17 @@ class Task:
             ConfigError: If a custom metric fails, or does not return a number.
         """
         if not np.isfinite(scores).all():
-            return dict.fromkeys(metrics.names, math.nan)
+            return dict.fromkeys(self.metric_names(metrics), math.nan)
         own = {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in metrics.own.items()}
         return {**(self.metrics_of_all(y, scores, metrics) if metrics.known else {}), **own}
+
+    def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
+        """Return the names of the values of the requested metrics.
+
+        Args:
+            metrics: Requested metrics and class names.
+        """
+        return metrics.names
 
     def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute the metrics ``metrics.known`` from all predictions at once.

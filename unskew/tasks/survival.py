@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, ClassVar
@@ -29,17 +29,27 @@ from torch import Tensor
 
 from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
-from unskew.tasks.base import Task
+from unskew.tasks.base import Ask, Task
 from unskew.tasks.metrics import MetricSet
+from unskew.tasks.survival_metrics import (
+    Curve,
+    brier_errors,
+    concordant_pairs,
+    integrated_errors,
+    kaplan_meier,
+    last_time,
+    survival_at,
+    uno_weights,
+)
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
 
 BINS = 10
 """Number of bins by default, if there are enough events."""
+AT_HORIZONS = ("brier", "risk_gap")
+"""Metrics with a value for each horizon."""
 FEW = 10
 """Number of events per bin below which a warning is logged."""
 LOG = logging.getLogger("unskew")
-Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], Mapping[str, Tensor]]
-"""Returns the sums of a kind over all clients, given its arguments and public tensors."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +67,7 @@ class Survival(Task):
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
+        ranked: Whether ``measure_all`` computes the primary metric.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -79,6 +90,7 @@ class Survival(Task):
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
+    ranked: ClassVar[bool] = True
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -94,7 +106,9 @@ class Survival(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Cut points, hazards over all clients, horizons and the censoring curve; whether the loss is ``discrete``."""
+        """Cut points, hazards over all clients, horizons, the censoring curve, whether the loss is ``discrete``, and the value
+        that means the event, as the code points of its characters.
+        """
         return {
             "cuts": self.cuts,
             "rates": self.rates,
@@ -102,6 +116,7 @@ class Survival(Task):
             "horizons": self.horizons,
             "censoring": self.censoring,
             "discrete": (float(self.kind == "discrete"),),
+            "event": tuple(float(ord(character)) for character in self.event or ""),
         }
 
     def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
@@ -109,7 +124,7 @@ class Survival(Task):
         found = {name: tuple(map(float, values)) for name, values in constants.items()}
         if {*found} != {*self.constants}:
             raise ValueError("the constants are not those of survival analysis")
-        discrete = found.pop("discrete")
+        discrete, event = found.pop("discrete"), "".join(chr(int(code)) for code in found.pop("event"))
         cuts, rates, shares = (found[name] for name in ("cuts", "rates", "shares"))
         fits = (
             discrete in ((0.0,), (1.0,))
@@ -123,17 +138,17 @@ class Survival(Task):
         )
         if not fits:
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
-        return replace(self, kind="discrete" if discrete[0] else "piecewise", **found)
+        return replace(self, kind="discrete" if discrete[0] else "piecewise", event=event or None, **found)
 
-    def configured(self, options: Mapping[str, Any]) -> Survival:
+    def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
 
         Args:
-            options: The fields ``event``, ``until``, ``bins`` and ``horizons``.
+            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
         """
-        bins, horizons = options["bins"], tuple(map(float, options["horizons"]))
-        cuts = tuple(map(float, bins)) if isinstance(bins, list | tuple) else bins
-        return replace(self, event=options["event"], until=options["until"], bins=cuts, horizons=horizons)
+        return replace(
+            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+        )
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""
@@ -210,12 +225,11 @@ class Survival(Task):
         """Return time and event of each sample, ``[n, 2]``."""
         return y.double()
 
-    def fit(self, ask: Ask, names: Sequence[str]) -> Survival:
+    def fit(self, ask: Ask) -> Survival:
         """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
 
         Args:
             ask: Returns sums.
-            names: Names of the label columns.
 
         Raises:
             ConfigError: If bins would have no event, or a horizon is after the last time.
@@ -320,31 +334,93 @@ class Survival(Task):
         """Return NaN: the concordance compares rows, so it is no mean over them."""
         return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
 
+    def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+        """Compute the concordance: the share of comparable pairs in which the row with the earlier event has the higher risk.
+
+        The risk is the cumulative hazard at the last cut point.
+        """
+        return {"concordance": ratio(concordant_pairs(*self._until(y), cumulative_hazards(scores)[:, -1]))}
+
+    def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
+        last = self.cuts[-1]
+        time = y[:, 0] if later is None else np.where(y[:, 0] > last, later, y[:, 0])
+        return np.minimum(time, last) if later is None else time, (y[:, 1] > 0) & (y[:, 0] <= last)
+
+    def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
+        """Return the names of the values of the requested metrics; those at horizons end in the time."""
+        names = [
+            f"{name}/{number_text(horizon)}" if horizon else name
+            for name in metrics.known
+            for horizon in (self.horizons if name in AT_HORIZONS else (0.0,))
+        ]
+        return (*names, *metrics.own)
+
+    def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute the requested metrics of ``requestable``; ``brier`` and ``risk_gap`` at each horizon."""
+        time, event = self._until(y)
+        beyond = self._until(y, math.inf)
+        hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
+        edges = grid_edges(self.cuts[-1])
+        censoring = Curve(edges[1:], np.array(self.censoring[1:]), step=False)
+        last = last_time(censoring, edges)
+        found: list[float] = []
+        for name in metrics.known:
+            if name == "uno":
+                weights = uno_weights(time, censoring, last)
+                found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
+            elif name == "ibs":
+                within = edges[edges <= last]
+                errors = integrated_errors(hazards, cuts, within, *beyond, censoring) if len(within) > 1 else np.array([np.nan])
+                found.append(float(errors.mean()))
+            elif name == "brier":
+                survival = survival_at(hazards, cuts, horizons)
+                found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
+            else:
+                risks = 1 - survival_at(hazards, cuts, horizons)
+                found += (risks.mean(0) - 1 + kaplan_meier(*beyond).at(horizons)).tolist()
+        return dict(zip(self.metric_names(replace(metrics, own={})), found, strict=True))
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute concordance, loss and all metrics."""
+        everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
+        return {**self.measure_all(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+
+    def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
+        hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
+        z = np.log(hazards / self.widths) if self.kind == "piecewise" else np.log(np.expm1(hazards))
+        return float(self.loss(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)))
+
+    @cached_property
+    def widths(self) -> tuple[float, ...]:
+        """Length of each bin, ``[J]``."""
+        return tuple(high - low for low, high in zip((0.0, *self.cuts), self.cuts, strict=False))
+
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the probability to survive each cut point, ``[B, J]``, in float64."""
         z = logits.to(torch.float64)
         z = z + constant(self.offsets, z)
         if self.kind == "discrete":
             return (-F.softplus(z).cumsum(-1)).exp()
-        widths = tuple(b - a for a, b in zip((0.0, *self.cuts), self.cuts, strict=False))
-        return (-(z.exp() * constant(widths, z)).cumsum(-1)).exp()
+        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``survival(TIME)`` for each cut point."""
+        return tuple(f"survival({number_text(cut)})" for cut in self.cuts)
 
     def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
-        """Return ``survival(TIME)`` for each cut point."""
-        return [f"survival({number_text(cut)})" for cut in self.cuts]
+        """Return the names of the outputs unchanged."""
+        return [*names]
 
-    def survival(self, outputs: np.ndarray, times: Sequence[float] | np.ndarray) -> np.ndarray:
+    def survival(self, outputs: np.ndarray, times: Sequence[float]) -> np.ndarray:
         """Return the probability to survive some times, ``[n, T]``; the hazard is constant within a bin.
 
         Args:
             outputs: Probabilities to survive the cut points, ``[n, J]``.
             times: Times from 0 to the last cut point, ``[T]``.
         """
-        before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
-        bin_of = np.searchsorted(self.cuts, times)
-        low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
-        share = (np.asarray(times) - low) / (high - low)
-        return np.asarray(before[:, bin_of] ** (1 - share) * before[:, bin_of + 1] ** share)
+        return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the median time of each sample, which half of such samples survive; None if it is after the last cut point."""
@@ -357,6 +433,16 @@ class Survival(Task):
         with np.errstate(divide="ignore", invalid="ignore"):
             medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
         return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+
+
+def ratio(pairs: np.ndarray) -> float:
+    """Return the share of concordant pairs, given their weight and that of comparable pairs; NaN without any."""
+    return float(pairs[0] / pairs[1]) if pairs[1] else math.nan
+
+
+def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
+    """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
+    return -np.log(np.maximum(outputs, np.finfo(float).tiny))
 
 
 def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:

@@ -1,9 +1,6 @@
-"""Tables of survival times on public cells, which are sums over rows, and what follows from them.
+"""Tables of survival times on public cells, which are sums over rows, and the bins that follow from them.
 
-A cell is ``(e_{m-1}, e_m]``, and time 0 belongs to the first one. Both curves are actuarial (Cutler and Ederer 1958, J. Chronic
-Dis. 8): within a cell, censored rows are at risk for half of it.
-
-    S(e_m) = prod (1 - d / (n - c / 2)),   G(e_m) = prod (1 - c / (n - d / 2))
+A cell is ``(e_{m-1}, e_m]``, and time 0 belongs to the first one. Rows with longer times are censored at the last edge.
 """
 
 from __future__ import annotations
@@ -14,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
+
+from unskew.tasks.survival_metrics import at_risk_in_cells, curves_from_cells
 
 CELLS = 256
 """Number of equal cells up to the largest time."""
@@ -42,9 +41,8 @@ class SurvivalTable(NamedTuple):
         edges: Edges of the cells, ``[M + 1]``, from 0.
         events: Events in each cell, ``[M]``.
         censored: Censored rows in each cell, ``[M]``.
-        ended: Those of them that are censored exactly at the upper edge, so that they pass the cell, ``[M]``.
+        ended: Those of them that are censored at the upper edge or, in the last cell, after it, so that they pass the cell.
         exposure: Time of all rows in each cell, ``[M]``.
-        rows: Number of rows; the others have longer times.
     """
 
     edges: np.ndarray
@@ -52,7 +50,6 @@ class SurvivalTable(NamedTuple):
     censored: np.ndarray
     ended: np.ndarray
     exposure: np.ndarray
-    rows: int
 
     @staticmethod
     def of(time: np.ndarray, event: np.ndarray, edges: np.ndarray) -> SurvivalTable:
@@ -63,15 +60,14 @@ class SurvivalTable(NamedTuple):
             event: 1 for an event, 0 if the row is censored, ``[n]``.
             edges: Edges of the cells, ``[M + 1]``, from 0.
         """
-        count, died = len(edges) - 1, event > 0
+        cells, died = len(edges) - 1, (event > 0) & (time <= edges[-1])
+        time = np.minimum(time, edges[-1])
         cell = np.maximum(np.searchsorted(edges, time), 1) - 1
-        ended = ~died & (time == edges[np.minimum(cell + 1, count)])
-        events, censored, ended = (np.bincount(cell[s], minlength=count + 1)[:count] for s in (died, ~died, ended))
-        # Rows in a cell stay for a part of it; those with longer times for all of it.
-        last = np.minimum(cell, count - 1)
-        part = np.bincount(last, np.minimum(time, edges[-1]) - edges[last], minlength=count)
-        longer = len(time) - np.cumsum(np.bincount(last, minlength=count))
-        return SurvivalTable(edges, events, censored, ended, part + longer * np.diff(edges), len(time))
+        ended = ~died & (time == edges[cell + 1])
+        events, censored, ended = (np.bincount(cell[rows], minlength=cells) for rows in (died, ~died, ended))
+        longer = len(time) - np.cumsum(events + censored)  # these rows stay for all of the cell
+        exposure = np.bincount(cell, time - edges[cell], minlength=cells) + longer * np.diff(edges)
+        return SurvivalTable(edges, events, censored, ended, exposure)
 
     @staticmethod
     def from_sums(sums: Mapping[str, Tensor], edges: np.ndarray) -> SurvivalTable:
@@ -81,24 +77,16 @@ class SurvivalTable(NamedTuple):
             sums: Sums of the kind ``survival``.
             edges: Edges of the cells.
         """
-        events, censored, ended, exposure = (
-            sums[name].numpy() for name in ("events", "censored", "ended", "exposure")
-        )
-        return SurvivalTable(edges, events, censored, ended, exposure, int(sums["rows"]))
+        return SurvivalTable(edges, *(sums[name].numpy() for name in SurvivalTable._fields[1:]))
 
     @property
     def at_risk(self) -> np.ndarray:
         """Rows at risk at the beginning of each cell, ``[M]``."""
-        gone = self.events + self.censored
-        return np.asarray(self.rows - np.cumsum(gone) + gone)
-
-    def survival(self) -> np.ndarray:
-        """Return the survival curve at each edge, ``[M + 1]``."""
-        return actuarial_curve(self.at_risk, self.events, self.censored)
+        return at_risk_in_cells(np.stack([self.events, self.censored]))
 
     def censoring(self) -> np.ndarray:
-        """Return the share of rows that are not censored at each edge if there are no events, ``[M + 1]``."""
-        return actuarial_curve(self.at_risk, self.censored, self.events)
+        """Return the share of uncensored rows at each edge, ``[M + 1]``."""
+        return curves_from_cells(np.stack([self.events, self.censored]), self.edges)[1].at(self.edges)
 
     def bins(self, cuts: Sequence[float]) -> BinSums:
         """Return the sums for bins.
@@ -113,22 +101,6 @@ class SurvivalTable(NamedTuple):
         )
         at_risk = self.at_risk[[cell.start for cell in cells]]
         return BinSums(events, exposure, at_risk - (censored - self.ended[ends - 1]) / 2)
-
-
-def actuarial_curve(at_risk: np.ndarray, leaving: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Return the share that has not left at each edge, ``[M + 1]``.
-
-    Args:
-        at_risk: Rows at the beginning of each cell, ``[M]``.
-        leaving: Rows that leave in each cell, ``[M]``.
-        others: Rows that leave for another reason, which are at risk for half of the cell, ``[M]``.
-
-    >>> actuarial_curve(np.array([4, 2]), np.array([1, 1]), np.array([1, 0])).round(4).tolist()
-    [1.0, 0.7143, 0.3571]
-    """
-    exposed = at_risk - others / 2
-    shares = np.divide(leaving, exposed, out=np.zeros(len(exposed)), where=exposed > 0)
-    return np.concatenate([[1.0], np.cumprod(1 - np.minimum(shares, 1))])
 
 
 def time_edges() -> np.ndarray:
