@@ -69,6 +69,9 @@ class Task:
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
 
+    draws_clients: ClassVar[bool] = False
+    """True if ``client_curve`` returns a curve."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
@@ -425,6 +428,24 @@ class Task:
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
             metrics: Requested metrics and class names.
+        """
+        return {}
+
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+        """Return the curve of the test set or of a client's held-out samples for the entry ``km`` of ``curves.json``.
+
+        Args:
+            name: Name of the samples.
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+        """
+        return {}
+
+    def client_fields(self, y: Tensor) -> dict[str, int]:
+        """Return numbers of a client's held-out samples for ``clients.jsonl``.
+
+        Args:
+            y: Targets of the held-out samples.
         """
         return {}
 

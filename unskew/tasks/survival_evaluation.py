@@ -11,7 +11,7 @@ import numpy as np
 
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import Statistic
-from unskew.tasks.primary_metric import BRIER, RISK_GAP, number_text
+from unskew.tasks.primary_metric import BRIER, RISK_GAP
 from unskew.tasks.survival_metrics import (
     Curve,
     brier_errors,
@@ -19,6 +19,7 @@ from unskew.tasks.survival_metrics import (
     integrated_errors,
     kaplan_meier,
     last_time,
+    number_text,
     risk_calibration,
     survival_at,
     uno_weights,
@@ -116,13 +117,17 @@ class SurvivalPredictions:
 
         return risk_gap
 
-    def metrics(self) -> dict[str, float]:
-        """Return all metrics; NaN where they are undefined."""
-        once = np.ones((1, len(self.time)))
-        names = ["concordance", *metric_names(self.horizons)]
-        statistics = {name: self.statistic(name) for name in names}
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return {name: float(one(once)[0]) for name, one in statistics.items() if one is not None}
+    def metrics(self, names: Sequence[str]) -> dict[str, float]:
+        """Return metrics; NaN if they are undefined.
+
+        Args:
+            names: Names of metrics.
+        """
+        once, found = np.ones((1, len(self.time))), {}
+        for name in names:
+            statistic = self.statistic(name) if len(self.time) else None
+            found[name] = math.nan if statistic is None else float(statistic(once)[0])
+        return found
 
     def mean_curve(self, name: str) -> dict[str, Any]:
         """Return the Kaplan-Meier curve and the mean predicted survival of these rows, for ``curves.json``.
@@ -145,16 +150,25 @@ class SurvivalPredictions:
         return cells
 
 
-def metric_names(horizons: Sequence[float]) -> tuple[str, ...]:
-    """Return the names of the metrics in addition to the concordance.
+def metric_names(metrics: Sequence[str], horizons: Sequence[float]) -> tuple[str, ...]:
+    """Return the names of the values of metrics; those at horizons have one for each.
 
-    >>> metric_names([365.0])
-    ('uno', 'ibs', 'brier/365', 'risk_gap/365')
+    Args:
+        metrics: Names of metrics.
+        horizons: Times at which risks are judged.
+
+    >>> metric_names(["uno", "brier"], [180.0, 365.0])
+    ('uno', 'brier/180', 'brier/365')
     """
-    return ("uno", "ibs", *(f"{prefix}{number_text(time)}" for prefix in (BRIER, RISK_GAP) for time in horizons))
+    prefixes = (BRIER, RISK_GAP)
+    return tuple(
+        name
+        for metric in metrics
+        for name in ([f"{metric}/{number_text(t)}" for t in horizons] if f"{metric}/" in prefixes else [metric])
+    )
 
 
-def comparable(y: np.ndarray) -> dict[str, int]:
+def count_comparable(y: np.ndarray) -> dict[str, int]:
     """Return the numbers of events and of comparable pairs of rows.
 
     Args:
@@ -168,5 +182,3 @@ def comparable(y: np.ndarray) -> dict[str, int]:
 def _share(pairs: np.ndarray) -> np.ndarray:
     """Return the share of comparable pairs that are concordant, NaN without any."""
     return np.where(pairs[..., 1] > 0, pairs[..., 0] / np.where(pairs[..., 1] > 0, pairs[..., 1], 1), math.nan)
-
-
