@@ -15,14 +15,15 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import RESERVED_METRICS
-from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
-from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
+from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, missing_classes
+from unskew.tasks.primary_metric import METRIC_PREFIXES, ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
     *("model", "parameters", "buffers", "client_weighting", "engine", "clients_per_group", "target", "synthetic"),
     *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
     *("kept_round", "client", "name", "samples", "num_held_out", "class_counts", "positive", "support", "unseen"),
+    *("events", "comparable_pairs"),
     *("attack", "attackers", "attacker", "backdoor_success", "max_rounds", "seeds", "reference", "test_samples"),
     *("epsilon", "delta", "noise_multiplier", "clip_norm", "privacy", "gaussian_mu"),
 }
@@ -75,8 +76,11 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
-    if known and known[0] not in task.requestable:
-        raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
+    if wrong := [entry for entry in known if entry not in task.requestable]:
+        if task.requestable:
+            names_there = ", ".join(task.requestable)
+            raise ConfigError(f"metrics={wrong[0]} is not available: {where}. Available: {names_there}.")
+        raise ConfigError(f"metrics={wrong[0]} needs one class per sample, but {where}, which has its own metrics.")
     one_class = "one_class" in task.provides
     two_classes = one_class and len(names) == 2
     if config.positive is not None and not (two_classes and config.positive in names):
@@ -95,12 +99,13 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
         )
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.extra_metrics, *own]
-    possible += metric_names([entry for entry in task.requestable if entry not in TWO_CLASSES], names)
+    judging = tuple(entry for entry in task.requestable if entry not in TWO_CLASSES)
+    possible += task.metric_names(MetricSet(judging, class_names=tuple(names)))
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
         raise ConfigError(f"objective={name} is not available: {where}. Available: {', '.join(few)}{more}.")
-    base_name = "recall" if name.startswith(RECALL) else name
+    base_name = name.partition("/")[0] if name.startswith(METRIC_PREFIXES) else name
     if base_name in task.requestable and base_name not in known:
         known.append(base_name)
     index = 1 if config.positive is None else names.index(config.positive)

@@ -13,6 +13,8 @@ RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
 BRIER, RISK_GAP = "brier/", "risk_gap/"
 """Prefixes of the names of the Brier score of survival at a time, and of the predicted minus the observed risk."""
+METRIC_PREFIXES = (RECALL, BRIER, RISK_GAP)
+"""Prefixes of the names of metrics with a value for each class or time."""
 WORST = "worst_client"
 """Objective that is the primary metric of the worst client."""
 
