@@ -190,7 +190,7 @@ BEST = 4
 
 
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
-    """Return the best methods whose first run has classifier curves."""
+    """Return the best methods whose first run has curves of a classifier or of survival."""
     judge = part.objective
 
     def rank(method_runs: MethodRuns) -> float:
@@ -206,6 +206,26 @@ def classifier_curves(part: RunGroup) -> dict[str, Any]:
     curves = {classifier.label: classifier.runs[0].curves for classifier in best_classifiers(part)}
     lines = {kind: {label: own[kind] for label, own in curves.items() if kind in own} for kind in KINDS}
     return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
+
+
+def survival_curves(part: RunGroup) -> dict[str, Any]:
+    """Return survival curves of the first seed of the best methods, and their calibration.
+
+    Returns:
+        ``observed`` and ``predicted`` survival by the name of the rows, the latter also by method, and ``calibration`` by
+        horizon and method.
+    """
+    charts: dict[str, Any] = {"observed": {}, "predicted": {}, "calibration": {}}
+    for method_runs in best_classifiers(part):
+        curves = method_runs.runs[0].curves
+        for entry in curves.get("km", []):
+            name = entry["name"]
+            charts["observed"].setdefault(name, {key: entry[key] for key in ("x", "y")})
+            predicted = {"x": entry["x"], "y": entry["predicted"]}
+            charts["predicted"].setdefault(name, {})[method_runs.label] = predicted
+        for horizon, entry in curves.get("risk_calibration", {}).items():
+            charts["calibration"].setdefault(horizon, {})[method_runs.label] = {key: entry[key] for key in ("x", "y")}
+    return charts
 
 
 def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
