@@ -88,7 +88,7 @@ class SurvivalCounts(SumKind):
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
-        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (torch.int64, cells) for name in COUNTS}
+        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(COUNTS, (torch.int64, cells))
         return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:

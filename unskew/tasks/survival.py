@@ -31,6 +31,7 @@ from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
 from unskew.tasks.metrics import MetricSet
+from unskew.tasks.survival_columns import value_text
 from unskew.tasks.survival_metrics import (
     Curve,
     brier_errors,
@@ -63,6 +64,7 @@ class Survival(Task):
         section: Section of the configuration with its options.
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
+        coded_labels: Positions of the label columns that ``encode_column`` reads.
         fits: Whether sums over all clients determine constants of the task.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
@@ -86,6 +88,7 @@ class Survival(Task):
     section: ClassVar[str] = "survival"
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
+    coded_labels: ClassVar[tuple[int, ...]] = (1,)
     fits: ClassVar[bool] = True
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
@@ -179,8 +182,16 @@ class Survival(Task):
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
         """Accept all targets that ``read`` returns."""
 
-    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray | None:
-        """Return 1 for each event and 0 for each other value of the second label column; None for the column of times.
+    def check_labels(self, names: Sequence[str]) -> None:
+        """Validate that there are two label columns (raises ``ConfigError`` otherwise)."""
+        if len(names) != 2:
+            raise ConfigError(
+                f"task=survival needs two label columns, but label is {','.join(names)}. Write the column of times, then the "
+                "column of events, as in label: days,event."
+            )
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+        """Return 1 for each event and 0 for each other value of the column of events.
 
         Args:
             index: Position of the label column.
@@ -191,8 +202,6 @@ class Survival(Task):
         Raises:
             DataError: If a value is missing, or the values are not an event and its absence.
         """
-        if index == 0:
-            return None
         missing = [row for row, value in enumerate(values) if value is None or value != value]
         if missing:
             raise DataError(
@@ -250,7 +259,9 @@ class Survival(Task):
                 "survival.until."
             )
         if silent:
-            LOG.warning("%d clients have no event until %s; they inform only about censoring", silent, number_text(until))
+            LOG.warning(
+                "%d clients have no event until %s; they inform only about censoring", silent, number_text(until)
+            )
         cuts = given or self._equal_bins(table, total)
         bins = table.bins(cuts)
         if (empty := np.flatnonzero(bins.events == 0)).size:
@@ -371,7 +382,11 @@ class Survival(Task):
                 found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
             elif name == "ibs":
                 within = edges[edges <= last]
-                errors = integrated_errors(hazards, cuts, within, *beyond, censoring) if len(within) > 1 else np.array([np.nan])
+                errors = (
+                    integrated_errors(hazards, cuts, within, *beyond, censoring)
+                    if len(within) > 1
+                    else np.array([np.nan])
+                )
                 found.append(float(errors.mean()))
             elif name == "brier":
                 survival = survival_at(hazards, cuts, horizons)
@@ -471,15 +486,3 @@ def number_text(value: float) -> str:
     ('1826', '263.914')
     """
     return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
-
-
-def value_text(value: object) -> str:
-    """Return a value of an event column as a text; true is 1, and false is 0.
-
-    >>> [value_text(value) for value in (True, 2.0, "Dead ", "false")]
-    ['1', '2', 'Dead', '0']
-    """
-    if isinstance(value, int | float | np.number | np.bool_):
-        return f"{float(value):g}"
-    text = str(value).strip()
-    return {"true": "1", "false": "0"}.get(text.lower(), text)
