@@ -230,8 +230,8 @@ class Federation:
             task: ``"classification"``: ``y`` is one class per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
-                padding, and ``y`` has the tokens that follow those of ``x``. ``"survival"``: ``y`` is ``[n, 2]``, the time and
-                1 for an event or 0 if the row is censored.
+                padding, and ``y`` has the tokens that follow those of ``x``. ``"survival"``: ``y`` is ``[n, 2]``, the
+                time, and 1 for an event or 0 if the row is censored.
             classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
                 that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.

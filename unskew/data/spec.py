@@ -257,7 +257,8 @@ class SurvivalSpec(Section):
             raise ValueError("survival.bins must be a number, or increasing cut points")
         if isinstance(self.bins, tuple) and self.until not in (None, last):
             raise ValueError(
-                f"the last of survival.bins is {last:g}, but survival.until is {self.until:g}; make them equal or remove until"
+                f"the last of survival.bins is {last:g}, but survival.until is {self.until:g}; make them equal, or remove "
+                "until"
             )
         if late := [horizon for horizon in self.horizons if horizon > last]:
             raise ValueError(

@@ -29,8 +29,8 @@ class SurvivalTimes(SumKind):
         edges = time_edges()
         if len(time) and time.max() > edges[-1]:
             raise DataError(
-                f"The largest survival time is {time.max():g}, but at most {edges[-1]:g} is supported. Use a larger unit, such "
-                "as days instead of seconds."
+                f"The largest survival time is {time.max():g}, but at most {edges[-1]:g} is supported. Use a larger unit, "
+                "such as days instead of seconds."
             )
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}

@@ -1,13 +1,13 @@
 """Survival analysis of right-censored times: one output per bin of time.
 
-Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of row
-``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
+Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of
+row ``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
 
     piecewise   rate_ij = exp(o_j + z_ij)         loss_i = sum_j rate_ij T_ij - D_ij (o_j + z_ij)
     discrete    h_ij = sigmoid(o_j + z_ij)        loss_i = sum_j a_ij softplus(o_j + z_ij) - D_ij (o_j + z_ij)
 
-``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The offsets
-``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
+``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The
+offsets ``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
 
 Sources: Friedman 1982 (Annals of Statistics 10); Gensheimer and Narasimhan 2019 (arXiv:1805.00917); Kvamme and Borgan 2019
 (arXiv:1910.06724); federated: Andreux et al. 2020 (arXiv:2006.08997).
@@ -80,8 +80,8 @@ class Survival(Task):
         cuts: Upper end of each bin, ``[J]``.
         rates: Events per unit of time in each bin over all clients, ``[J]``.
         shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
-        censoring: Share of rows over all clients that are not censored at ``CELLS + 1`` equally spaced times from 0 to the last
-            cut point, if there are no events.
+        censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
+            point.
     """
 
     name: ClassVar[str] = "survival"
@@ -109,9 +109,7 @@ class Survival(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Cut points, hazards over all clients, horizons, the censoring curve, whether the loss is ``discrete``, and the value
-        that means the event, as the code points of its characters.
-        """
+        """Constants from the data, whether the loss is ``discrete``, and the code points of the event value."""
         return {
             "cuts": self.cuts,
             "rates": self.rates,
@@ -141,7 +139,9 @@ class Survival(Task):
         )
         if not fits:
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
-        return replace(self, kind="discrete" if discrete[0] else "piecewise", event=event or None, **found)
+        kind = "discrete" if discrete[0] else "piecewise"
+        horizons, censoring = found["horizons"], found["censoring"]
+        return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
 
     def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
@@ -255,8 +255,8 @@ class Survival(Task):
         total = int(table.events.sum())
         if not total:
             raise DataError(
-                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event and "
-                "survival.until."
+                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event "
+                "and survival.until."
             )
         if silent:
             LOG.warning(
@@ -381,13 +381,8 @@ class Survival(Task):
                 weights = uno_weights(time, censoring, last)
                 found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
             elif name == "ibs":
-                within = edges[edges <= last]
-                errors = (
-                    integrated_errors(hazards, cuts, within, *beyond, censoring)
-                    if len(within) > 1
-                    else np.array([np.nan])
-                )
-                found.append(float(errors.mean()))
+                within = edges[: max(2, int(np.searchsorted(edges, last, "right")))]
+                found.append(float(integrated_errors(hazards, cuts, within, *beyond, censoring).mean()))
             elif name == "brier":
                 survival = survival_at(hazards, cuts, horizons)
                 found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
@@ -438,16 +433,18 @@ class Survival(Task):
         return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
-        """Return the median time of each sample, which half of such samples survive; None if it is after the last cut point."""
+        """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""
         super().decisions(outputs, metrics, threshold)
         before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
-        reached = outputs <= 0.5
+        reached = np.asarray(outputs <= 0.5)
         bin_of, rows = reached.argmax(1), np.arange(len(outputs))
         upper, lower = before[rows, bin_of], np.maximum(before[rows, bin_of + 1], np.finfo(float).tiny)
         low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
         with np.errstate(divide="ignore", invalid="ignore"):
             medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
-        return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+        return [
+            value if some else None for value, some in zip(medians.tolist(), np.any(reached, 1).tolist(), strict=True)
+        ]
 
 
 def ratio(pairs: np.ndarray) -> float:
@@ -457,7 +454,7 @@ def ratio(pairs: np.ndarray) -> float:
 
 def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
     """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
-    return -np.log(np.maximum(outputs, np.finfo(float).tiny))
+    return np.asarray(-np.log(np.maximum(outputs, np.finfo(float).tiny)))
 
 
 def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:
