@@ -22,6 +22,7 @@ from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arr
 from unskew.data.from_arrays import (
     check_client_list,
     check_integer,
+    configured_task,
     fit_normalization,
     unpack_pair,
     validate_class_names,
@@ -211,6 +212,7 @@ class Federation:
         class_names: Sequence[str] = (),
         client_names: Sequence[str] = (),
         name: str = "arrays",
+        options: Mapping[str, Any] | None = None,
     ) -> Federation:
         """Build a federation from arrays. The arrays are not copied, so do not change them afterwards.
 
@@ -228,7 +230,8 @@ class Federation:
             task: ``"classification"``: ``y`` is one class per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
-                padding, and ``y`` has the tokens that follow those of ``x``.
+                padding, and ``y`` has the tokens that follow those of ``x``. ``"survival"``: ``y`` is ``[n, 2]``, the
+                time, and 1 for an event or 0 if the row is censored.
             classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
                 that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
@@ -240,8 +243,10 @@ class Federation:
             class_names: Names of the classes, in order.
             client_names: Names of the clients.
             name: Name shown in tables.
+            options: Options of the task, as in the section of a configuration with its name.
 
         Raises:
+            ConfigError: If an option is unknown or not valid.
             DataError: If a client is empty, shapes differ, a label is out of range, an input is not finite, there is
                 only one class, two clients have the same name, or an argument has the wrong type.
 
@@ -257,7 +262,7 @@ class Federation:
             raise DataError(f"name must be a string, not {short_repr(name)}.")
         if not isinstance(server_in_domain, bool | np.bool_):
             raise DataError(f"server_in_domain must be True or False, not {short_repr(server_in_domain)}.")
-        objective = TASKS[task]
+        objective = configured_task(TASKS[task], options)
         one_class = "one_class" in objective.provides
         check_client_list(clients)
         names = validate_client_names(client_names, len(clients))

@@ -29,8 +29,8 @@ class SurvivalTimes(SumKind):
         edges = time_edges()
         if len(time) and time.max() > edges[-1]:
             raise DataError(
-                f"The largest survival time is {time.max():g}, but at most {edges[-1]:g} is supported. Use a larger unit, such "
-                "as days instead of seconds."
+                f"The largest survival time is {time.max():g}, but at most {edges[-1]:g} is supported. Use a larger unit, "
+                "such as days instead of seconds."
             )
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}
@@ -88,7 +88,7 @@ class SurvivalCounts(SumKind):
     def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
-        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {name: (torch.int64, cells) for name in COUNTS}
+        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(COUNTS, (torch.int64, cells))
         return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:

@@ -42,6 +42,9 @@ class Task:
     numeric_labels: ClassVar[bool] = False
     """True if the labels of a table are columns of numbers, so that the configuration must name the task."""
 
+    coded_labels: ClassVar[tuple[int, ...]] = ()
+    """Positions of label columns that need not have numbers, because ``encode_column`` reads them."""
+
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 
@@ -161,8 +164,18 @@ class Task:
         """
         raise NotImplementedError
 
-    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray | None:
-        """Return the numbers of a label column of a table, ``[n]``; None if the column has numbers.
+    def check_labels(self, names: Sequence[str]) -> None:
+        """Validate the number of label columns of a table, if labels are numbers.
+
+        Args:
+            names: Names of the label columns.
+
+        Raises:
+            ConfigError: If the task needs another number of columns.
+        """
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+        """Return the numbers of a label column of a table, ``[n]``, if its position is in ``coded_labels``.
 
         Args:
             index: Position of the column among the label columns.
@@ -173,7 +186,7 @@ class Task:
         Raises:
             DataError: If a value is missing or not valid.
         """
-        return None
+        raise NotImplementedError
 
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
         """Validate that targets match the number of classes.

@@ -79,10 +79,11 @@ KNOWN_METRICS = {
     "balanced_accuracy": MetricInfo("balanced_accuracy", "balanced accuracy"),
     "ece": MetricInfo("ece", "ECE", lower_is_better=True),
     "brier": MetricInfo("brier", "Brier score", lower_is_better=True, percent=False),
-    "uno": MetricInfo("uno", "Uno's concordance"),
-    "ibs": MetricInfo("ibs", "integrated Brier score", lower_is_better=True, percent=False),
     "observed_expected": MetricInfo("observed_expected", "observed/expected", percent=False),
     "calibration_slope": MetricInfo("calibration_slope", "calibration slope", percent=False),
+    "uno": MetricInfo("uno", "Uno's concordance"),
+    "ibs": MetricInfo("ibs", "integrated Brier score", lower_is_better=True, percent=False),
+    "risk_gap": MetricInfo("risk_gap", "mean risk minus Kaplan-Meier risk", percent=False),
     WORST: MetricInfo(WORST, "worst client"),
 }
 """Metrics that unskew computes, by name, without those of single classes or times."""
@@ -100,10 +101,8 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
 
     >>> metric_info("recall/yes").title, metric_info("cost", {"cost": "lower"}).lower_is_better
     ('recall of yes', True)
-    >>> metric_info("auprc", positive="fraud").title
-    'AUPRC of fraud'
-    >>> metric_info("brier/365").title, metric_info("risk_gap/365").lower_is_better
-    ('Brier score at 365', False)
+    >>> metric_info("auprc", positive="fraud").title, metric_info("brier/365").title
+    ('AUPRC of fraud', 'Brier score at 365')
     """
     if name in ONE_CLASS and positive is not None:
         return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
@@ -111,10 +110,9 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
         return KNOWN_METRICS[name]
     if name.startswith(RECALL):
         return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
-    if name.startswith(BRIER):
-        return MetricInfo(name, f"Brier score at {name.removeprefix(BRIER)}", lower_is_better=True, percent=False)
-    if name.startswith(RISK_GAP):
-        return MetricInfo(name, f"risk gap at {name.removeprefix(RISK_GAP)}", percent=False)
+    base, slash, time = name.partition("/")
+    if slash and base in KNOWN_METRICS:
+        return replace(KNOWN_METRICS[base], name=name, title=f"{KNOWN_METRICS[base].title} at {time}")
     return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 

@@ -1,13 +1,13 @@
 """Survival analysis of right-censored times: one output per bin of time.
 
-Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of row
-``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
+Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of
+row ``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
 
     piecewise   rate_ij = exp(o_j + z_ij)         loss_i = sum_j rate_ij T_ij - D_ij (o_j + z_ij)
     discrete    h_ij = sigmoid(o_j + z_ij)        loss_i = sum_j a_ij softplus(o_j + z_ij) - D_ij (o_j + z_ij)
 
-``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The offsets
-``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
+``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The
+offsets ``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
 
 Sources: Friedman 1982 (Annals of Statistics 10); Gensheimer and Narasimhan 2019 (arXiv:1805.00917); Kvamme and Borgan 2019
 (arXiv:1910.06724); federated: Andreux et al. 2020 (arXiv:2006.08997).
@@ -32,6 +32,7 @@ from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
+from unskew.tasks.survival_columns import value_text
 from unskew.tasks.survival_evaluation import SurvivalPredictions, count_comparable, metric_names
 from unskew.tasks.survival_metrics import number_text, survival_at
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
@@ -54,6 +55,7 @@ class Survival(Task):
         section: Section of the configuration with its options.
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
+        coded_labels: Positions of the label columns that ``encode_column`` reads.
         fits: Whether sums over all clients determine constants of the task.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
@@ -70,14 +72,15 @@ class Survival(Task):
         cuts: Upper end of each bin, ``[J]``.
         rates: Events per unit of time in each bin over all clients, ``[J]``.
         shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
-        censoring: Share of rows over all clients that are not censored at ``CELLS + 1`` equally spaced times from 0 to the last
-            cut point, if there are no events.
+        censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
+            point.
     """
 
     name: ClassVar[str] = "survival"
     section: ClassVar[str] = "survival"
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
+    coded_labels: ClassVar[tuple[int, ...]] = (1,)
     fits: ClassVar[bool] = True
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
@@ -99,9 +102,7 @@ class Survival(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Cut points, hazards over all clients, horizons, the censoring curve, whether the loss is ``discrete``, and the value
-        that means the event, as the code points of its characters.
-        """
+        """Constants from the data, whether the loss is ``discrete``, and the code points of the event value."""
         return {
             "cuts": self.cuts,
             "rates": self.rates,
@@ -131,7 +132,9 @@ class Survival(Task):
         )
         if not fits:
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
-        return replace(self, kind="discrete" if discrete[0] else "piecewise", event=event or None, **found)
+        kind = "discrete" if discrete[0] else "piecewise"
+        horizons, censoring = found["horizons"], found["censoring"]
+        return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
 
     def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
@@ -172,8 +175,16 @@ class Survival(Task):
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
         """Accept all targets that ``read`` returns."""
 
-    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray | None:
-        """Return 1 for each event and 0 for each other value of the second label column; None for the column of times.
+    def check_labels(self, names: Sequence[str]) -> None:
+        """Validate that there are two label columns (raises ``ConfigError`` otherwise)."""
+        if len(names) != 2:
+            raise ConfigError(
+                f"task=survival needs two label columns, but label is {','.join(names)}. Write the column of times, then the "
+                "column of events, as in label: days,event."
+            )
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+        """Return 1 for each event and 0 for each other value of the column of events.
 
         Args:
             index: Position of the label column.
@@ -184,8 +195,6 @@ class Survival(Task):
         Raises:
             DataError: If a value is missing, or the values are not an event and its absence.
         """
-        if index == 0:
-            return None
         missing = [row for row, value in enumerate(values) if value is None or value != value]
         if missing:
             raise DataError(
@@ -239,8 +248,8 @@ class Survival(Task):
         total = int(table.events.sum())
         if not total:
             raise DataError(
-                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event and "
-                "survival.until."
+                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event "
+                "and survival.until."
             )
         if silent:
             LOG.warning(
@@ -410,21 +419,23 @@ class Survival(Task):
         return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
-        """Return the median time of each sample, which half of such samples survive; None if it is after the last cut point."""
+        """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""
         super().decisions(outputs, metrics, threshold)
         before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
-        reached = outputs <= 0.5
+        reached = np.asarray(outputs <= 0.5)
         bin_of, rows = reached.argmax(1), np.arange(len(outputs))
         upper, lower = before[rows, bin_of], np.maximum(before[rows, bin_of + 1], np.finfo(float).tiny)
         low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
         with np.errstate(divide="ignore", invalid="ignore"):
             medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
-        return [value if some else None for value, some in zip(medians.tolist(), reached.any(1).tolist(), strict=True)]
+        return [
+            value if some else None for value, some in zip(medians.tolist(), np.any(reached, 1).tolist(), strict=True)
+        ]
 
 
 def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
     """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
-    return -np.log(np.maximum(outputs, np.finfo(float).tiny))
+    return np.asarray(-np.log(np.maximum(outputs, np.finfo(float).tiny)))
 
 
 def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:
@@ -444,15 +455,3 @@ def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...
 def _most_bins(table: SurvivalTable, wanted: int) -> int:
     """Return the largest number of bins up to ``wanted`` that all have an event."""
     return next((bins for bins in range(wanted, 1, -1) if choose_cuts(table, bins)), 1)
-
-
-def value_text(value: object) -> str:
-    """Return a value of an event column as a text; true is 1, and false is 0.
-
-    >>> [value_text(value) for value in (True, 2.0, "Dead ", "false")]
-    ['1', '2', 'Dead', '0']
-    """
-    if isinstance(value, int | float | np.number | np.bool_):
-        return f"{float(value):g}"
-    text = str(value).strip()
-    return {"true": "1", "false": "0"}.get(text.lower(), text)

@@ -196,9 +196,9 @@ def source_from_tables(
         check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
-    if choice.numeric:
+    if choice.objective is not None and choice.numeric:
         names, task = labels, choice.task
-        ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
+        ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels, choice.objective)
     else:
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
         names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)
