@@ -155,11 +155,9 @@ def read_curves(path: Path) -> dict[str, Any]:
     if not isinstance(over_time, list) or not isinstance(risks, dict):
         raise damaged
     named = all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in over_time)
-    shown = [(curves[kind], ("x", "y")) for kind in CURVES & set(curves)]
-    shown += [(entry, ("x", "y", "predicted")) for entry in over_time] + [
-        (entry, ("x", "y")) for entry in risks.values()
-    ]
-    if not named or not all(is_curve(entry, ways) for entry, ways in shown):
+    plain = [*(curves[kind] for kind in CURVES & set(curves)), *risks.values()]
+    shown = all(is_curve(entry, "xy") for entry in plain)
+    if not named or not shown or not all(is_curve(entry, ("x", "y", "predicted")) for entry in over_time):
         raise damaged
     matrix = curves.get("confusion", {"counts": [], "classes": []})
     names, rows = (matrix.get(name) for name in ("classes", "counts")) if isinstance(matrix, dict) else (None, None)

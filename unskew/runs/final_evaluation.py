@@ -108,8 +108,8 @@ def few_events_warning(federation: Federation) -> str | None:
     if not few:
         return None
     return (
-        f"{len(few)} of {len(fields)} clients have fewer than {FEWEST_EVENTS} events in their held-out samples, so their metrics "
-        f"are mostly chance: {abbreviate(few)}. Increase holdout, or judge the model on the test set."
+        f"{len(few)} of {len(fields)} clients have fewer than {FEWEST_EVENTS} events in their held-out samples, so their "
+        f"metrics are mostly chance: {abbreviate(few)}. Increase holdout, or judge the model on the test set."
     )
 
 

@@ -75,6 +75,12 @@ class Task:
     draws_clients: ClassVar[bool] = False
     """True if ``client_curve`` returns a curve."""
 
+    outcome: ClassVar[str] = ""
+    """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Permissions of statistics about the targets of clients that only this task has."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
@@ -451,6 +457,17 @@ class Task:
             name: Name of the samples.
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
+        """
+        return {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare the targets of clients beyond their means; empty if there is nothing else to compare.
+
+        Args:
+            ys: Targets of each client.
+
+        Returns:
+            ``rows``, a dictionary per client, ``pooled`` for all of them together, and ``test``, a test of their equality.
         """
         return {}
 

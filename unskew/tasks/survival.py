@@ -33,7 +33,7 @@ from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
 from unskew.tasks.survival_columns import value_text
-from unskew.tasks.survival_evaluation import SurvivalPredictions, count_comparable, metric_names
+from unskew.tasks.survival_evaluation import SurvivalPredictions, compare_rows, count_comparable, metric_names
 from unskew.tasks.survival_metrics import number_text, survival_at
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
 
@@ -62,6 +62,8 @@ class Survival(Task):
         scored: Primary metric.
         ranked: Whether ``measure_all`` computes the primary metric.
         draws_clients: Whether ``client_curve`` returns a curve.
+        outcome: Name of the outcome.
+        statistics: Permissions of statistics of survival times.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -87,6 +89,8 @@ class Survival(Task):
     scored: ClassVar[str] = "concordance"
     ranked: ClassVar[bool] = True
     draws_clients: ClassVar[bool] = True
+    outcome: ClassVar[str] = "event"
+    statistics: ClassVar[tuple[str, ...]] = ("survival",)
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -224,8 +228,8 @@ class Survival(Task):
         return len(self.cuts) or 1
 
     def distribution(self, y: Tensor, classes: int) -> Tensor:
-        """Return time and event of each sample, ``[n, 2]``."""
-        return y.double()
+        """Return whether each sample has its event in each bin, ``[n, J]``."""
+        return self._bins(y.new_zeros(len(y), classes), y)[2].double()
 
     def fit(self, ask: Ask) -> Survival:
         """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
@@ -373,6 +377,10 @@ class Survival(Task):
     def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
         """Return observed and mean predicted survival."""
         return self._predictions(y, scores).mean_curve(name) if np.isfinite(scores).all() else {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare events and Kaplan-Meier curves at the horizons, and test whether the hazards are equal."""
+        return compare_rows([y.cpu().numpy() for y in ys], self.horizons)
 
     def client_fields(self, y: Tensor) -> dict[str, int]:
         """Return the numbers of events and of comparable pairs."""

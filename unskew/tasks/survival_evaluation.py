@@ -14,11 +14,13 @@ from unskew.tasks.metrics import Statistic
 from unskew.tasks.primary_metric import BRIER, RISK_GAP
 from unskew.tasks.survival_metrics import (
     Curve,
+    LogRank,
     brier_errors,
     concordant_pairs,
     integrated_errors,
     kaplan_meier,
     last_time,
+    log_rank_of_rows,
     number_text,
     risk_calibration,
     survival_at,
@@ -27,6 +29,8 @@ from unskew.tasks.survival_metrics import (
 
 POINTS = 65
 """Points of a curve over time."""
+MOST_GROUPS = 500
+"""Maximum number of groups of a log-rank test."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +181,48 @@ def count_comparable(y: np.ndarray) -> dict[str, int]:
     time, event = y[:, 0], y[:, 1] > 0
     pairs = concordant_pairs(time, event, np.zeros(len(time)))[1]
     return {"events": int(event.sum()), "comparable_pairs": int(pairs)}
+
+
+def compare_rows(ys: Sequence[np.ndarray], horizons: Sequence[float]) -> dict[str, Any]:
+    """Compare the survival times of clients.
+
+    Args:
+        ys: Times, and 1 for an event or 0, of each client, ``[n, 2]``.
+        horizons: Times of the Kaplan-Meier curves to return.
+
+    Returns:
+        ``rows`` and ``pooled`` with ``events`` and ``survival`` by horizon, and ``test``, the log-rank test; None with more
+        than ``MOST_GROUPS`` clients.
+    """
+    every = np.concatenate(ys)
+    time, event, groups = every[:, 0], every[:, 1] > 0, np.repeat(np.arange(len(ys)), [len(y) for y in ys])
+    curves = [kaplan_meier(y[:, 0], y[:, 1] > 0).at(np.array(horizons)) for y in (*ys, every)]
+    *rows, pooled = (
+        survival_row(int(y[:, 1].sum()), curve, horizons) for y, curve in zip((*ys, every), curves, strict=True)
+    )
+    test = log_rank_fields(log_rank_of_rows(time, event, groups)) if len(ys) <= MOST_GROUPS else None
+    return {"rows": rows, "pooled": pooled, "test": test}
+
+
+def survival_row(events: int, survival: np.ndarray, horizons: Sequence[float]) -> dict[str, Any]:
+    """Return the survival of a client as plain values.
+
+    Args:
+        events: Number of events.
+        survival: Survival at the horizons, ``[H]``.
+        horizons: Horizons, ``[H]``.
+    """
+    return {"events": events, "survival": dict(zip(map(number_text, horizons), survival.tolist(), strict=True))}
+
+
+def log_rank_fields(test: LogRank, conservative: bool = False) -> dict[str, Any]:
+    """Return a log-rank test as plain values.
+
+    Args:
+        test: The test.
+        conservative: Whether its statistic is the sum of ``(O - E)²/E``.
+    """
+    return {"statistic": test.statistic, "df": test.df, "p": test.p, "conservative": conservative}
 
 
 def _share(pairs: np.ndarray) -> np.ndarray:
