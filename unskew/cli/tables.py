@@ -202,7 +202,7 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
     table = ReflowTable(title="Clients next to all of them together", title_justify="left")
     outcome = pooled.get("outcome", "")
     outcome += ", mean ± std" if "mean" in pooled else ""
-    times = [*pooled.get("survival", {})]
+    times = list(dict.fromkeys(time for row in (*rows, pooled) for time in row.get("survival") or ()))
     further = ["events", *(f"S({time})" for time in times)] if times else []
     for name in ("client", "rows", outcome if same else "most frequent", *further, "missing", "largest shifts"):
         table.add_column(name, justify="left" if name in ("client", "largest shifts") else "right", overflow="fold")
@@ -243,13 +243,21 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
     table.caption = (
         "Shift: standardized mean difference of a number, total variation distance of categories and classes."
     )
-    if sites.test is not None:
-        kind = "log-rank test, conservative" if sites.test["conservative"] else "log-rank test"
-        table.caption += (
-            f" S: Kaplan-Meier survival; {kind}: chi-square {sites.test['statistic']:.2f}, {sites.test['df']} df, "
-            f"p {sites.test['p']:.2g}."
-        )
+    if times:
+        table.caption += f" S: Kaplan-Meier survival. {log_rank_text(sites.test)}"
     return table
+
+
+def log_rank_text(test: Mapping[str, Any] | None) -> str:
+    """Return a log-rank test as a sentence; empty without one.
+
+    Args:
+        test: Test as plain values.
+    """
+    if test is None:
+        return ""
+    kind = "Log-rank test between all, conservative" if test["conservative"] else "Log-rank test between all"
+    return f"{kind}: chi-square {test['statistic']:.2f}, {test['df']} df, p {test['p']:.2g}."
 
 
 def partition_table(

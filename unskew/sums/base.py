@@ -185,6 +185,8 @@ class SumKind:
     """Model of ``SumRequest.args``."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
+    masked_only: ClassVar[bool] = False
+    """Whether a site sends the sums only under secure aggregation."""
     scores_model: ClassVar[bool] = False
     """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 

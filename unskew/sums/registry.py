@@ -30,6 +30,7 @@ SUMS: dict[str, SumKind] = {
         survival.SurvivalTimes(),
         survival.SurvivalCounts(),
         survival.SurvivalStatistic(),
+        survival.LogRankTerm(),
     )
 }
 PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients", "survival")
