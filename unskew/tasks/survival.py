@@ -33,7 +33,13 @@ from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
 from unskew.tasks.survival_columns import value_text
-from unskew.tasks.survival_evaluation import SurvivalPredictions, compare_rows, count_comparable, metric_names
+from unskew.tasks.survival_evaluation import (
+    SurvivalPredictions,
+    censored_at,
+    compare_rows,
+    count_comparable,
+    metric_names,
+)
 from unskew.tasks.survival_metrics import number_text, survival_at
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
 
@@ -380,11 +386,11 @@ class Survival(Task):
 
     def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
         """Compare events and Kaplan-Meier curves at the horizons, and test whether the hazards are equal."""
-        return compare_rows([y.cpu().numpy() for y in ys], self.horizons)
+        return compare_rows([censored_at(y.cpu().numpy(), self.cuts[-1]) for y in ys], self.horizons)
 
     def client_fields(self, y: Tensor) -> dict[str, int]:
         """Return the numbers of events and of comparable pairs."""
-        return count_comparable(y.cpu().numpy())
+        return count_comparable(censored_at(y.cpu().numpy(), self.cuts[-1]))
 
     def _predictions(self, y: np.ndarray, scores: np.ndarray) -> SurvivalPredictions:
         hazards = cumulative_hazards(scores)

@@ -70,11 +70,11 @@ class SurvivalPredictions:
             horizons: Times at which risks are judged.
             censoring: Share of uncensored rows at equally spaced times from 0 to the last cut point.
         """
-        time, event = y[:, 0].astype(np.float64), (y[:, 1] > 0) & (y[:, 0] <= cuts[-1])
-        time = np.where(~event & (time >= cuts[-1]), math.inf, time)
+        time, event = censored_at(y, cuts[-1]).T
+        time = np.where((event == 0) & (time == cuts[-1]), math.inf, time)
         edges = np.linspace(0, cuts[-1], len(censoring))
         curve = Curve(edges[1:], np.array(censoring[1:]), step=False)
-        return SurvivalPredictions(time, event, hazards, np.array(cuts), tuple(horizons), curve)
+        return SurvivalPredictions(time, event > 0, hazards, np.array(cuts), tuple(horizons), curve)
 
     @property
     def edges(self) -> np.ndarray:
@@ -170,6 +170,16 @@ def metric_names(metrics: Sequence[str], horizons: Sequence[float]) -> tuple[str
         for metric in metrics
         for name in ([f"{metric}/{number_text(t)}" for t in horizons] if f"{metric}/" in prefixes else [metric])
     )
+
+
+def censored_at(y: np.ndarray, last: float) -> np.ndarray:
+    """Return times and events, ``[n, 2]``, with later times censored at a time.
+
+    Args:
+        y: Times, and 1 for an event or 0, ``[n, 2]``.
+        last: Last time.
+    """
+    return np.stack([np.minimum(y[:, 0], last), (y[:, 1] > 0) & (y[:, 0] <= last)], 1).astype(np.float64)
 
 
 def count_comparable(y: np.ndarray) -> dict[str, int]:

@@ -57,7 +57,7 @@ class OwnData(Section):
 class StatisticsRules(Section):
     """Statistics that a site sends about its training samples; none by default. Training needs no entry here."""
 
-    allow: tuple[Literal["counts", "missing", "histograms", "moments", "features", "gradients"], ...] = ()
+    allow: tuple[Literal["counts", "missing", "histograms", "moments", "features", "gradients", "survival"], ...] = ()
     """``counts``, ``missing``, ``histograms``, ``moments``, ``features`` and ``gradients``. ``unskew deploy
     check`` prints what each of them sends."""
     min_count: Annotated[int, Field(ge=1)] = 10
