@@ -471,6 +471,27 @@ class Task:
         """
         return {}
 
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums over samples from which ``metrics_of_sums`` computes metrics of all sites.
+
+        Args:
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+
+        Returns:
+            Numbers of samples in cells, int64 of shape ``cells``, and further sums, float64 ``[sums]``.
+        """
+        return np.zeros(0, np.int64), np.zeros(0)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute metrics from sums over all sites; NaN if undefined.
+
+        Args:
+            table: Numbers of samples in cells, of shape ``cells``.
+            sums: Further sums, from ``held_out_sums``.
+        """
+        return {}
+
     def client_fields(self, y: Tensor) -> dict[str, int]:
         """Return numbers of a client's held-out samples for ``clients.jsonl``.
 

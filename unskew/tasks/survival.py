@@ -41,6 +41,7 @@ from unskew.tasks.survival_evaluation import (
     metric_names,
 )
 from unskew.tasks.survival_metrics import number_text, survival_at
+from unskew.tasks.survival_sums import metrics_of_sums, survival_sums
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
 
 BINS = 10
@@ -387,6 +388,17 @@ class Survival(Task):
     def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
         """Compare events and Kaplan-Meier curves at the horizons, and test whether the hazards are equal."""
         return compare_rows([censored_at(y.cpu().numpy(), self.cuts[-1]) for y in ys], self.horizons)
+
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers of rows by time, risk and event, and sums of Brier errors and risks."""
+        typical = sum(rate * width for rate, width in zip(self.rates, self.widths, strict=True))
+        return survival_sums(self._predictions(y, scores), typical)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute all metrics; those that compare rows up to ranks within a cell."""
+        none = self._predictions(np.zeros((0, 2)), np.zeros((0, len(self.cuts))))
+        edges = grid_edges(self.cuts[-1])
+        return metrics_of_sums(table, sums, edges, self.horizons, none.censoring, float(none.edges[-1]))
 
     def client_fields(self, y: Tensor) -> dict[str, int]:
         """Return the numbers of events and of comparable pairs."""

@@ -99,10 +99,10 @@ class SurvivalPredictions:
         """
         time, event, edges = self.time, self.event, self.edges
         if name == "concordance":
-            return lambda counts: _share(concordant_pairs(time, event, self.risk, counts=counts))
+            return lambda counts: share_of_pairs(concordant_pairs(time, event, self.risk, counts=counts))
         if name == "uno":
             weights = uno_weights(time, self.censoring, edges[-1])
-            return lambda counts: _share(concordant_pairs(time, event, self.risk, weights, counts))
+            return lambda counts: share_of_pairs(concordant_pairs(time, event, self.risk, weights, counts))
         if name == "ibs":
             if len(edges) < 2:
                 return lambda counts: np.full(len(counts), math.nan)
@@ -235,6 +235,6 @@ def log_rank_fields(test: LogRank, conservative: bool = False) -> dict[str, Any]
     return {"statistic": test.statistic, "df": test.df, "p": test.p, "conservative": conservative}
 
 
-def _share(pairs: np.ndarray) -> np.ndarray:
+def share_of_pairs(pairs: np.ndarray) -> np.ndarray:
     """Return the share of comparable pairs that are concordant, NaN without any."""
     return np.where(pairs[..., 1] > 0, pairs[..., 0] / np.where(pairs[..., 1] > 0, pairs[..., 1], 1), math.nan)
