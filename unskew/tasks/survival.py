@@ -260,7 +260,7 @@ class Survival(Task):
             )
         if silent:
             LOG.warning(
-                "%d clients have no event until %s; they inform only about censoring", silent, number_text(until)
+                "clients without an event until %s, which inform only about censoring: %d", number_text(until), silent
             )
         cuts = given or self._equal_bins(table, total)
         bins = table.bins(cuts)
@@ -409,10 +409,10 @@ class Survival(Task):
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the probability to survive each cut point, ``[B, J]``, in float64."""
         z = logits.to(torch.float64)
-        z = z + constant(self.offsets, z)
+        z = z + z.new_tensor(self.offsets)
         if self.kind == "discrete":
             return (-F.softplus(z).cumsum(-1)).exp()
-        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
+        return (-(z.exp() * z.new_tensor(self.widths)).cumsum(-1)).exp()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -431,6 +431,27 @@ class Survival(Task):
             times: Times from 0 to the last cut point, ``[T]``.
         """
         return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
+
+    def predicted_columns(
+        self,
+        outputs: np.ndarray,
+        names: Sequence[str],
+        label: str | None,
+        horizons: Sequence[float] = (),
+        curve: bool = False,
+    ) -> dict[str, Sequence[float | None]]:
+        """Return the risk until each horizon, the median time, and on request the probability to survive each cut point."""
+        if late := [time for time in horizons if time > self.cuts[-1]]:
+            raise ConfigError(
+                f"--horizons: {number_text(late[0])} is after {number_text(self.cuts[-1])}, the last time with a prediction."
+            )
+        times = tuple(horizons) or self.horizons
+        risks = 1 - self.survival(outputs, times)
+        columns: dict[str, Sequence[float | None]] = {
+            f"risk({number_text(time)})": risks[:, k].tolist() for k, time in enumerate(times)
+        }
+        columns["median"] = self.decisions(outputs, MetricSet())
+        return columns | (super().predicted_columns(outputs, names, label) if curve else {})
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""
