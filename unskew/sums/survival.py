@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from unskew.errors import DataError
-from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.tasks.survival_table import HIGHEST, SurvivalTable, grid_edges, time_edges
 
 COUNTS = ("events", "censored", "ended")
@@ -35,13 +35,9 @@ class SurvivalTimes(SumKind):
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (len(time_edges()),))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -61,7 +57,7 @@ class GridArguments(Arguments):
 
 
 class SurvivalCounts(SumKind):
-    """Events, censored rows and time at risk in each cell up to a time, and clients without events."""
+    """Events, censored rows and time at risk in each cell up to a time, and the number of clients without events."""
 
     name = "survival"
     arguments = GridArguments
@@ -74,7 +70,7 @@ class SurvivalCounts(SumKind):
         return {
             **counts,
             "exposure": torch.from_numpy(table.exposure),
-            "without_events": torch.tensor(int(not table.events.any())),
+            **({} if self.permission else {"clients": torch.tensor(int(not table.events.any()))}),
         }
 
     def edges(self, request: SumRequest) -> np.ndarray:
@@ -85,27 +81,17 @@ class SurvivalCounts(SumKind):
             raise DataError("The request for survival times has no valid cells.") from error
         return grid_edges(known.until, [cut for cut in known.cuts if cut <= known.until])
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
-        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(COUNTS, (torch.int64, cells))
-        return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return COUNTS
+        counts: Shapes = dict.fromkeys(COUNTS, (torch.int64, cells))
+        clients: Shapes = {} if self.permission else {"clients": (torch.int64, ())}
+        return {**counts, "exposure": (torch.float64, cells), **clients}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         edges = self.edges(request)
         return f"events, censored rows and time at risk in {len(edges) - 1} cells of time up to {edges[-1]:g}"
-
-
-class SurvivalStatistic(SurvivalCounts):
-    """Events, censored rows and time at risk in each cell up to a time, as a statistic that a site must allow."""
-
-    name = "survival_table"
-    permission = "survival"
 
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted in at most one cell of a tensor; what ends is also censored."""

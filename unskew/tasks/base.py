@@ -48,9 +48,6 @@ class Task:
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 
-    fits: ClassVar[bool] = False
-    """True if ``fit`` must be called before training: other constants of the task come from sums over the clients."""
-
     section: ClassVar[str] = ""
     """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
 
@@ -91,6 +88,11 @@ class Task:
     def names(self) -> tuple[str, ...]:
         """Names of the outputs, if the task and not the data define them; otherwise empty."""
         return ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether ``fit`` must be called before training, because constants of the task come from sums over the clients."""
+        return False
 
     def configured(self, options: Any) -> Task:
         """Return the task with options of the configuration.

@@ -35,6 +35,7 @@ from unskew.tasks.survival_columns import value_text
 from unskew.tasks.survival_metrics import (
     Curve,
     brier_errors,
+    censoring_curve,
     concordant_pairs,
     integrated_errors,
     kaplan_meier,
@@ -65,7 +66,6 @@ class Survival(Task):
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
         coded_labels: Positions of the label columns that ``encode_column`` reads.
-        fits: Whether sums over all clients determine constants of the task.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
@@ -81,7 +81,7 @@ class Survival(Task):
         rates: Events per unit of time in each bin over all clients, ``[J]``.
         shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
         censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
-            point.
+            point; empty if the configuration gives ``rates``: it then comes from the evaluated rows.
     """
 
     name: ClassVar[str] = "survival"
@@ -89,7 +89,6 @@ class Survival(Task):
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
     coded_labels: ClassVar[tuple[int, ...]] = (1,)
-    fits: ClassVar[bool] = True
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
@@ -134,7 +133,7 @@ class Survival(Task):
             and all(0 < rate < math.inf for rate in rates)
             and all(0 < share < 1 for share in shares)
             and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
-            and len(found["censoring"]) == CELLS + 1
+            and len(found["censoring"]) in (0, CELLS + 1)
             and all(0 <= share <= 1 for share in found["censoring"])
         )
         if not fits:
@@ -143,14 +142,30 @@ class Survival(Task):
         horizons, censoring = found["horizons"], found["censoring"]
         return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
 
+    @property
+    def fits(self) -> bool:
+        """Whether sums over the clients determine bins and hazards: unless the configuration gives them."""
+        return not self.rates
+
     def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
 
         Args:
-            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
+            options: Section with the fields ``event``, ``until``, ``bins``, ``horizons`` and ``rates``.
         """
+        task = replace(self, event=options.event, until=options.until, bins=options.bins, horizons=options.horizons)
+        if not options.rates:
+            return task
+        widths = np.diff(options.bins, prepend=0.0)
+        events = -np.expm1(
+            -np.cumsum(np.array(options.rates) * widths)
+        )  # share of rows with an event until each cut point
         return replace(
-            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+            task,
+            cuts=options.bins,
+            rates=options.rates,
+            shares=tuple(np.minimum(-np.expm1(-np.array(options.rates) * widths), 1 - 1e-9).tolist()),
+            horizons=options.horizons or quartile_cuts(np.diff(events, prepend=0.0), options.bins),
         )
 
     def with_loss(self, loss: str) -> Survival:
@@ -251,7 +266,7 @@ class Survival(Task):
             until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
         edges = grid_edges(until, given)
         sums = ask("survival", {"until": until, "cuts": [*given]}, {})
-        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["without_events"])
+        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["clients"])
         total = int(table.events.sum())
         if not total:
             raise DataError(
@@ -373,7 +388,8 @@ class Survival(Task):
         beyond = self._until(y, math.inf)
         hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
         edges = grid_edges(self.cuts[-1])
-        censoring = Curve(edges[1:], np.array(self.censoring[1:]), step=False)
+        known = np.array(self.censoring[1:])
+        censoring = Curve(edges[1:], known, step=False) if len(known) else censoring_curve(time, event)
         last = last_time(censoring, edges)
         found: list[float] = []
         for name in metrics.known:
