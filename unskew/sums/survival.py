@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from unskew.errors import DataError
-from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.tasks.survival_metrics import at_risk_in_cells, log_rank_term
 from unskew.tasks.survival_table import HIGHEST, SurvivalTable, grid_edges, time_edges
 
@@ -36,13 +36,9 @@ class SurvivalTimes(SumKind):
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (len(time_edges()),))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -62,7 +58,7 @@ class GridArguments(Arguments):
 
 
 class SurvivalCounts(SumKind):
-    """Events, censored rows and time at risk in each cell up to a time, and clients without events."""
+    """Events, censored rows and time at risk in each cell up to a time, and the number of clients without events."""
 
     name = "survival"
     arguments = GridArguments
@@ -75,7 +71,7 @@ class SurvivalCounts(SumKind):
         return {
             **counts,
             "exposure": torch.from_numpy(table.exposure),
-            "without_events": torch.tensor(int(not table.events.any())),
+            "clients": torch.tensor(int(not table.events.any())),
         }
 
     def edges(self, request: SumRequest) -> np.ndarray:
@@ -86,15 +82,11 @@ class SurvivalCounts(SumKind):
             raise DataError("The request for survival times has no valid cells.") from error
         return grid_edges(known.until, [cut for cut in known.cuts if cut <= known.until])
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
-        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(COUNTS, (torch.int64, cells))
-        return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return COUNTS
+        counts: Shapes = dict.fromkeys(COUNTS, (torch.int64, cells))
+        return {**counts, "exposure": (torch.float64, cells), "clients": (torch.int64, ())}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -113,13 +105,9 @@ class SurvivalStatistic(SurvivalCounts):
         table = SurvivalTable.of(*times_and_events(rows), self.edges(request))
         return {"counts": torch.from_numpy(np.stack([table.events, table.censored]).astype(np.int64))}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (2, len(self.edges(request)) - 1))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted in at most one cell."""
@@ -152,13 +140,9 @@ class LogRankTerm(SurvivalStatistic):
         term = log_rank_term(counts[0], at_risk_in_cells(counts), np.clip(hazard, 0, 1))
         return {"term": torch.tensor(term, dtype=torch.float64)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"term": (torch.float64, (2,))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ()
 
     def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
         """Return the edges of the cells, and the hazards."""

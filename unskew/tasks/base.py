@@ -48,9 +48,6 @@ class Task:
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 
-    fits: ClassVar[bool] = False
-    """True if ``fit`` must be called before training: other constants of the task come from sums over the clients."""
-
     section: ClassVar[str] = ""
     """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
 
@@ -100,6 +97,11 @@ class Task:
     def names(self) -> tuple[str, ...]:
         """Names of the outputs, if the task and not the data define them; otherwise empty."""
         return ()
+
+    @property
+    def fits(self) -> bool:
+        """Whether ``fit`` must be called before training, because constants of the task come from sums over the clients."""
+        return False
 
     def configured(self, options: Any) -> Task:
         """Return the task with options of the configuration.
@@ -267,6 +269,30 @@ class Task:
         if self.output_kind != "probabilities":
             return [f"predicted_{name}" for name in names]
         return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
+
+    def predicted_columns(
+        self,
+        outputs: np.ndarray,
+        names: Sequence[str],
+        label: str | None,
+        horizons: Sequence[float] = (),
+        curve: bool = False,
+    ) -> dict[str, Sequence[float | None]]:
+        """Return the numbers of ``unskew predict`` by the names of their columns.
+
+        Args:
+            outputs: Outputs of the model, ``[n, C]``.
+            names: Names of the classes, labels or targets.
+            label: Name of the label column, or None.
+            horizons: Times at which risks are requested; empty means those of the task.
+            curve: Whether survival at each cut point is requested.
+
+        Raises:
+            ConfigError: If the task has no times, or one is after the last time of the task.
+        """
+        if horizons or curve:
+            raise ConfigError(f"--horizons and --curve require a survival model, but the task is {self.name}.")
+        return {title: outputs[:, k].tolist() for k, title in enumerate(self.output_names(names, label))}
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the prediction of each sample: a class name, a list of labels, or by default the number or numbers.

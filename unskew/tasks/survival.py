@@ -63,7 +63,6 @@ class Survival(Task):
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
         coded_labels: Positions of the label columns that ``encode_column`` reads.
-        fits: Whether sums over all clients determine constants of the task.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
@@ -82,7 +81,7 @@ class Survival(Task):
         rates: Events per unit of time in each bin over all clients, ``[J]``.
         shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
         censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
-            point.
+            point; empty if the configuration gives ``rates``: it then comes from the evaluated rows.
     """
 
     name: ClassVar[str] = "survival"
@@ -90,7 +89,6 @@ class Survival(Task):
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
     coded_labels: ClassVar[tuple[int, ...]] = (1,)
-    fits: ClassVar[bool] = True
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
@@ -138,7 +136,7 @@ class Survival(Task):
             and all(0 < rate < math.inf for rate in rates)
             and all(0 < share < 1 for share in shares)
             and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
-            and len(found["censoring"]) == CELLS + 1
+            and len(found["censoring"]) in (0, CELLS + 1)
             and all(0 <= share <= 1 for share in found["censoring"])
         )
         if not fits:
@@ -147,14 +145,30 @@ class Survival(Task):
         horizons, censoring = found["horizons"], found["censoring"]
         return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
 
+    @property
+    def fits(self) -> bool:
+        """Whether sums over the clients determine bins and hazards: unless the configuration gives them."""
+        return not self.rates
+
     def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
 
         Args:
-            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
+            options: Section with the fields ``event``, ``until``, ``bins``, ``horizons`` and ``rates``.
         """
+        task = replace(self, event=options.event, until=options.until, bins=options.bins, horizons=options.horizons)
+        if not options.rates:
+            return task
+        widths = np.diff(options.bins, prepend=0.0)
+        events = -np.expm1(
+            -np.cumsum(np.array(options.rates) * widths)
+        )  # share of rows with an event until each cut point
         return replace(
-            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+            task,
+            cuts=options.bins,
+            rates=options.rates,
+            shares=tuple(np.minimum(-np.expm1(-np.array(options.rates) * widths), 1 - 1e-9).tolist()),
+            horizons=options.horizons or quartile_cuts(np.diff(events, prepend=0.0), options.bins),
         )
 
     def with_loss(self, loss: str) -> Survival:
@@ -255,7 +269,7 @@ class Survival(Task):
             until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
         edges = grid_edges(until, given)
         sums = ask("survival", {"until": until, "cuts": [*given]}, {})
-        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["without_events"])
+        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["clients"])
         total = int(table.events.sum())
         if not total:
             raise DataError(
@@ -264,7 +278,7 @@ class Survival(Task):
             )
         if silent:
             LOG.warning(
-                "%d clients have no event until %s; they inform only about censoring", silent, number_text(until)
+                "clients without an event until %s, which inform only about censoring: %d", number_text(until), silent
             )
         cuts = given or self._equal_bins(table, total)
         bins = table.bins(cuts)
@@ -421,10 +435,10 @@ class Survival(Task):
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the probability to survive each cut point, ``[B, J]``, in float64."""
         z = logits.to(torch.float64)
-        z = z + constant(self.offsets, z)
+        z = z + z.new_tensor(self.offsets)
         if self.kind == "discrete":
             return (-F.softplus(z).cumsum(-1)).exp()
-        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
+        return (-(z.exp() * z.new_tensor(self.widths)).cumsum(-1)).exp()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -443,6 +457,27 @@ class Survival(Task):
             times: Times from 0 to the last cut point, ``[T]``.
         """
         return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
+
+    def predicted_columns(
+        self,
+        outputs: np.ndarray,
+        names: Sequence[str],
+        label: str | None,
+        horizons: Sequence[float] = (),
+        curve: bool = False,
+    ) -> dict[str, Sequence[float | None]]:
+        """Return the risk until each horizon, the median time, and on request the probability to survive each cut point."""
+        if late := [time for time in horizons if time > self.cuts[-1]]:
+            raise ConfigError(
+                f"--horizons: {number_text(late[0])} is after {number_text(self.cuts[-1])}, the last time with a prediction."
+            )
+        times = tuple(horizons) or self.horizons
+        risks = 1 - self.survival(outputs, times)
+        columns: dict[str, Sequence[float | None]] = {
+            f"risk({number_text(time)})": risks[:, k].tolist() for k, time in enumerate(times)
+        }
+        columns["median"] = self.decisions(outputs, MetricSet())
+        return columns | (super().predicted_columns(outputs, names, label) if curve else {})
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""

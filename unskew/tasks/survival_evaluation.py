@@ -16,6 +16,7 @@ from unskew.tasks.survival_metrics import (
     Curve,
     LogRank,
     brier_errors,
+    censoring_curve,
     concordant_pairs,
     integrated_errors,
     kaplan_meier,
@@ -26,6 +27,7 @@ from unskew.tasks.survival_metrics import (
     survival_at,
     uno_weights,
 )
+from unskew.tasks.survival_table import grid_edges
 
 POINTS = 65
 """Points of a curve over time."""
@@ -68,18 +70,19 @@ class SurvivalPredictions:
             hazards: Predicted cumulative hazards at the cut points, ``[n, J]``.
             cuts: Cut points, ``[J]``.
             horizons: Times at which risks are judged.
-            censoring: Share of uncensored rows at equally spaced times from 0 to the last cut point.
+            censoring: Share of uncensored rows at the edges of the cells of time; if empty, the curve of these rows is used.
         """
         time, event = censored_at(y, cuts[-1]).T
         time = np.where((event == 0) & (time == cuts[-1]), math.inf, time)
-        edges = np.linspace(0, cuts[-1], len(censoring))
-        curve = Curve(edges[1:], np.array(censoring[1:]), step=False)
+        curve = censoring_curve(time, event > 0)
+        if len(censoring):
+            curve = Curve(grid_edges(cuts[-1])[1:], np.array(censoring[1:]), step=False)
         return SurvivalPredictions(time, event > 0, hazards, np.array(cuts), tuple(horizons), curve)
 
     @property
     def edges(self) -> np.ndarray:
         """Equally spaced times from 0 to the last one at which metrics are weighted."""
-        edges = np.append(0.0, self.censoring.times)
+        edges = grid_edges(self.cuts[-1])
         return edges[edges <= last_time(self.censoring, edges)]
 
     @property
