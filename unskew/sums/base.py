@@ -118,12 +118,16 @@ class HeldOutScores:
         p: Probabilities, ``[n, C]``, or predictions.
         y: True values.
         decided: Predicted classes, ``[n]``; empty for other tasks.
+        table: Numbers of rows in cells, from ``Task.held_out_sums``, int64.
+        further: Further sums, likewise, float64 ``[S]``.
     """
 
     sums: Tensor
     p: np.ndarray
     y: np.ndarray
     decided: np.ndarray
+    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    further: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,8 @@ class SumKind:
     """Model of ``SumRequest.args``."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
+    masked_only: ClassVar[bool] = False
+    """Whether a site sends the sums only under secure aggregation."""
     scores_model: ClassVar[bool] = False
     """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 

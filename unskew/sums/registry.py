@@ -29,7 +29,8 @@ SUMS: dict[str, SumKind] = {
         skew.LabelProducts(),
         skew.LabelScatter(),
         skew.Gradient(),
-        survival.SurvivalCounts("survival_table", "survival"),
+        survival.SurvivalStatistic(),
+        survival.LogRankTerm(),
     )
 }
 """Kinds by name: first those that an experiment needs, then those that a site must allow."""

@@ -69,6 +69,15 @@ class Task:
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
 
+    draws_clients: ClassVar[bool] = False
+    """True if ``client_curve`` returns a curve."""
+
+    outcome: ClassVar[str] = ""
+    """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Permissions of statistics about the targets of clients that only this task has."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
@@ -479,6 +488,56 @@ class Task:
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
             metrics: Requested metrics and class names.
+        """
+        return {}
+
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+        """Return the curve of the test set or of a client's held-out samples for the entry ``km`` of ``curves.json``.
+
+        Args:
+            name: Name of the samples.
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+        """
+        return {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare the targets of clients beyond their means; empty if there is nothing else to compare.
+
+        Args:
+            ys: Targets of each client.
+
+        Returns:
+            ``rows``, a dictionary per client, ``pooled`` for all of them together, and ``test``, a test of their equality.
+        """
+        return {}
+
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums over samples from which ``metrics_of_sums`` computes metrics of all sites.
+
+        Args:
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+
+        Returns:
+            Numbers of samples in cells, int64 of shape ``cells``, and further sums, float64 ``[sums]``.
+        """
+        return np.zeros(0, np.int64), np.zeros(0)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute metrics from sums over all sites; NaN if undefined.
+
+        Args:
+            table: Numbers of samples in cells, of shape ``cells``.
+            sums: Further sums, from ``held_out_sums``.
+        """
+        return {}
+
+    def client_fields(self, y: Tensor) -> dict[str, int]:
+        """Return numbers of a client's held-out samples for ``clients.jsonl``.
+
+        Args:
+            y: Targets of the held-out samples.
         """
         return {}
 

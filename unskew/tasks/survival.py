@@ -30,25 +30,22 @@ from torch import Tensor
 from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
-from unskew.tasks.metrics import MetricSet
+from unskew.tasks.intervals import mean_statistic
+from unskew.tasks.metrics import MetricSet, Statistic
 from unskew.tasks.survival_columns import value_text
-from unskew.tasks.survival_metrics import (
-    Curve,
-    brier_errors,
-    censoring_curve,
-    concordant_pairs,
-    integrated_errors,
-    kaplan_meier,
-    last_time,
-    survival_at,
-    uno_weights,
+from unskew.tasks.survival_evaluation import (
+    SurvivalPredictions,
+    censored_at,
+    compare_rows,
+    count_comparable,
+    metric_names,
 )
+from unskew.tasks.survival_metrics import number_text, survival_at
+from unskew.tasks.survival_sums import metrics_of_sums, survival_sums
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, most_bins, time_edges
 
 BINS = 10
 """Number of bins by default, if there are enough events."""
-AT_HORIZONS = ("brier", "risk_gap")
-"""Metrics with a value for each horizon."""
 FEW = 10
 """Number of events per bin below which a warning is logged."""
 LOG = logging.getLogger("unskew")
@@ -70,6 +67,9 @@ class Survival(Task):
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
         ranked: Whether ``measure_all`` computes the primary metric.
+        draws_clients: Whether ``client_curve`` returns a curve.
+        outcome: Name of the outcome.
+        statistics: Permissions of statistics of survival times.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -94,6 +94,9 @@ class Survival(Task):
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
     ranked: ClassVar[bool] = True
+    draws_clients: ClassVar[bool] = True
+    outcome: ClassVar[str] = "event"
+    statistics: ClassVar[tuple[str, ...]] = ("survival",)
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -264,8 +267,8 @@ class Survival(Task):
         return len(self.cuts) or 1
 
     def distribution(self, y: Tensor, classes: int) -> Tensor:
-        """Return time and event of each sample, ``[n, 2]``."""
-        return y.double()
+        """Return whether each sample has its event in each bin, ``[n, J]``."""
+        return self._bins(y.new_zeros(len(y), classes), y)[2].double()
 
     def fit(self, ask: Ask) -> Survival:
         """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
@@ -390,57 +393,64 @@ class Survival(Task):
 
         The risk is the cumulative hazard at the last cut point.
         """
-        return {"concordance": ratio(concordant_pairs(*self._until(y), cumulative_hazards(scores)[:, -1]))}
-
-    def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
-        last = self.cuts[-1]
-        time = y[:, 0] if later is None else np.where(y[:, 0] > last, later, y[:, 0])
-        return np.minimum(time, last) if later is None else time, (y[:, 1] > 0) & (y[:, 0] <= last)
+        return self._predictions(y, scores).metrics([self.scored])
 
     def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
         """Return the names of the values of the requested metrics; those at horizons end in the time."""
-        names = [
-            f"{name}/{number_text(horizon)}" if horizon else name
-            for name in metrics.known
-            for horizon in (self.horizons if name in AT_HORIZONS else (0.0,))
-        ]
-        return (*names, *metrics.own)
+        return (*metric_names(metrics.known, self.horizons), *metrics.own)
 
     def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute the requested metrics of ``requestable``; ``brier`` and ``risk_gap`` at each horizon."""
-        time, event = self._until(y)
-        beyond = self._until(y, math.inf)
-        hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
-        edges = grid_edges(self.cuts[-1])
-        known = np.array(self.censoring[1:])
-        censoring = Curve(edges[1:], known, step=False) if len(known) else censoring_curve(time, event)
-        last = last_time(censoring, edges)
-        found: list[float] = []
-        for name in metrics.known:
-            if name == "uno":
-                weights = uno_weights(time, censoring, last)
-                found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
-            elif name == "ibs":
-                within = edges[: max(2, int(np.searchsorted(edges, last, "right")))]
-                found.append(float(integrated_errors(hazards, cuts, within, *beyond, censoring).mean()))
-            elif name == "brier":
-                survival = survival_at(hazards, cuts, horizons)
-                found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
-            else:
-                risks = 1 - survival_at(hazards, cuts, horizons)
-                found += (risks.mean(0) - 1 + kaplan_meier(*beyond).at(horizons)).tolist()
-        return dict(zip(self.metric_names(replace(metrics, own={})), found, strict=True))
+        return self._predictions(y, scores).metrics(metric_names(metrics.known, self.horizons))
 
     def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute concordance, loss and all metrics."""
         everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
-        return {**self.measure_all(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+        loss = float(self._losses_of_outputs(y, outputs).mean()) if len(y) else math.nan
+        return {**self.measure_all(y, outputs), "loss": loss, **everything}
 
-    def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of the loss or of any metric."""
+        if name == "loss":
+            return mean_statistic(self._losses_of_outputs(y, scores))
+        return self._predictions(y, scores).statistic(name)
+
+    def curves(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, Any]:
+        """Return predicted and observed risks at the horizons."""
+        known = np.isfinite(scores).all()
+        return {"risk_calibration": self._predictions(y, scores).calibration()} if known else {}
+
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+        """Return observed and mean predicted survival."""
+        return self._predictions(y, scores).mean_curve(name) if np.isfinite(scores).all() else {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare events and Kaplan-Meier curves at the horizons, and test whether the hazards are equal."""
+        return compare_rows([censored_at(y.cpu().numpy(), self.cuts[-1]) for y in ys], self.horizons)
+
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers of rows by time, risk and event, and sums of Brier errors and risks."""
+        typical = sum(rate * width for rate, width in zip(self.rates, self.widths, strict=True))
+        return survival_sums(self._predictions(y, scores), typical)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute all metrics; those that compare rows up to ranks within a cell."""
+        none = self._predictions(np.zeros((0, 2)), np.zeros((0, len(self.cuts))))
+        edges = grid_edges(self.cuts[-1])
+        return metrics_of_sums(table, sums, edges, self.horizons, none.censoring, float(none.edges[-1]))
+
+    def client_fields(self, y: Tensor) -> dict[str, int]:
+        """Return the numbers of events and of comparable pairs."""
+        return count_comparable(censored_at(y.cpu().numpy(), self.cuts[-1]))
+
+    def _predictions(self, y: np.ndarray, scores: np.ndarray) -> SurvivalPredictions:
+        hazards = cumulative_hazards(scores)
+        return SurvivalPredictions.of(y, hazards, self.cuts, self.horizons, self.censoring)
+
+    def _losses_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> np.ndarray:
         hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
         z = np.log(hazards / self.widths) if self.kind == "piecewise" else np.log(np.expm1(hazards))
-        return float(self.loss(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)))
+        return self.losses(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)).numpy()
 
     @cached_property
     def widths(self) -> tuple[float, ...]:
@@ -509,11 +519,6 @@ class Survival(Task):
         ]
 
 
-def ratio(pairs: np.ndarray) -> float:
-    """Return the share of concordant pairs, given their weight and that of comparable pairs; NaN without any."""
-    return float(pairs[0] / pairs[1]) if pairs[1] else math.nan
-
-
 def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
     """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
     return np.asarray(-np.log(np.maximum(outputs, np.finfo(float).tiny)))
@@ -531,12 +536,3 @@ def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...
     """
     reached = np.cumsum(events) / events.sum()
     return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
-
-
-def number_text(value: float) -> str:
-    """Return a time as a text.
-
-    >>> number_text(1826.0), number_text(263.9140625)
-    ('1826', '263.914')
-    """
-    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"

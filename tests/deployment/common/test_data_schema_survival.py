@@ -16,8 +16,15 @@ from unskew.deployment.site.process import SiteProcess
 
 pytest.importorskip("pyarrow")
 ASKED = {
-    **{"max_train_samples": None, "partition": "natural:ward", "clients": None, "local_steps": 2, "holdout": 0.2},
-    **{"task": "survival", "label": "days,vital", "survival": {"event": "Dead", "bins": 3}, "model": "proportional"},
+    "max_train_samples": None,
+    "partition": "natural:ward",
+    "clients": None,
+    "local_steps": 2,
+    "holdout": 0.2,
+    "task": "survival",
+    "label": "days,vital",
+    "survival": {"event": "Dead", "bins": 3},
+    "model": "proportional",
 }
 
 

@@ -115,10 +115,7 @@ class SiteData:
             raise DataError(f"{self.who} has no training samples.")
         if "counts" in reference.objective.provides and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
-        named = (
-            TASKS[source.task].numeric_labels and not TASKS[source.task].fits
-        )  # otherwise the task names its outputs
-        if named and source.class_names != reference.class_names:
+        if TASKS[source.task].standardized and source.class_names != reference.class_names:
             raise ConfigError(
                 f"{self.who} has the targets {', '.join(source.class_names)}, but the server has "
                 f"{', '.join(reference.class_names)}."
