@@ -243,7 +243,7 @@ class SurvivalSpec(Section):
     """Times at which risks are reported; by default, the cut points nearest to the quartiles of the events."""
 
     rates: tuple[PositiveTime, ...] = ()
-    """Events per unit of time in each bin, if ``bins`` are cut points; nothing is then summed over the clients before training,
+    """Events per unit of time in each bin, if ``bins`` are cut points; nothing is then summed over clients before training,
     as ``dpsgd`` requires. By default, the clients' own."""
 
     @pydantic.model_validator(mode="before")

@@ -114,6 +114,21 @@ class Task:
         """
         return self
 
+    @property
+    def of_one_site(self) -> Task:
+        """Task that can be fitted to the data of a single site, for checks before all sites are known."""
+        return self
+
+    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
+        """Return whether ``fit`` may ask a client for a sum of ``fitting``.
+
+        Args:
+            kind: Name of the kind.
+            args: Arguments of the request.
+            y: Targets of the client.
+        """
+        return False
+
     def fit(self, ask: Ask) -> Task:
         """Return the task with constants from sums over the clients, if ``fits``.
 

@@ -42,7 +42,7 @@ from unskew.tasks.survival_evaluation import (
 )
 from unskew.tasks.survival_metrics import number_text, survival_at
 from unskew.tasks.survival_sums import metrics_of_sums, survival_sums
-from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
+from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, most_bins, time_edges
 
 BINS = 10
 """Number of bins by default, if there are enough events."""
@@ -76,6 +76,7 @@ class Survival(Task):
         until: Time at which later times are censored; None means the largest time.
         bins: Number of bins, or cut points; None means ``BINS``, or fewer if there are few events.
         horizons: Times at which risks are reported; empty means the quartiles of the events.
+        strict: Whether too few events raise an error; not for the data of a single site.
         kind: Loss: ``piecewise`` or ``discrete``.
         cuts: Upper end of each bin, ``[J]``.
         rates: Events per unit of time in each bin over all clients, ``[J]``.
@@ -103,6 +104,7 @@ class Survival(Task):
     until: float | None = None
     bins: int | tuple[float, ...] | None = None
     horizons: tuple[float, ...] = ()
+    strict: bool = True
     kind: str = "piecewise"
     cuts: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
@@ -143,7 +145,7 @@ class Survival(Task):
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
         kind = "discrete" if discrete[0] else "piecewise"
         horizons, censoring = found["horizons"], found["censoring"]
-        return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
+        return Survival(event or None, cuts[-1], cuts, horizons, True, kind, cuts, rates, shares, censoring)
 
     @property
     def fits(self) -> bool:
@@ -170,6 +172,22 @@ class Survival(Task):
             shares=tuple(np.minimum(-np.expm1(-np.array(options.rates) * widths), 1 - 1e-9).tolist()),
             horizons=options.horizons or quartile_cuts(np.diff(events, prepend=0.0), options.bins),
         )
+
+    @property
+    def of_one_site(self) -> Survival:
+        """Task that can be fitted to the data of a single site, which may have few events."""
+        return replace(self, strict=False)
+
+    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
+        """Return whether ``fit`` may ask a client for a sum: the cells of the configuration, or a public last time."""
+        given = self.bins if isinstance(self.bins, tuple) else ()
+        until = given[-1] if given else self.until
+        if self.rates or kind == "survival_times":
+            return until is None and not self.rates
+        asked = args.get("until")
+        if not isinstance(asked, float | int) or [*given] != args.get("cuts", []):
+            return False
+        return asked == until if until is not None else asked in time_edges() and asked >= float(y[:, 0].max())
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""
@@ -269,56 +287,63 @@ class Survival(Task):
             until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
         edges = grid_edges(until, given)
         sums = ask("survival", {"until": until, "cuts": [*given]}, {})
-        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["clients"])
-        total = int(table.events.sum())
-        if not total:
-            raise DataError(
-                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event "
-                "and survival.until."
-            )
-        if silent:
-            LOG.warning(
-                "clients without an event until %s, which inform only about censoring: %d", number_text(until), silent
-            )
-        cuts = given or self._equal_bins(table, total)
+        table = SurvivalTable.from_sums(sums, edges)
+        if self.strict:
+            self._check_sums(table, until, int(sums["clients"]))
+        cuts = given or choose_cuts(table, most_bins(table, self._wanted_bins(table)))
         bins = table.bins(cuts)
-        if (empty := np.flatnonzero(bins.events == 0)).size:
-            low, high = (number_text(end) for end in ((0.0, *cuts)[empty[0]], cuts[empty[0]]))
-            raise ConfigError(
-                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
-                f"Merge the bin with another one, or set bins to a number: {_most_bins(table, len(cuts))} fit."
-            )
-        if total < FEW * len(cuts) and self.bins is not None:
-            LOG.warning(
-                "survival.bins: %d events in %d bins are fewer than %d per bin; use at most %d bins",
-                *(total, len(cuts), FEW, max(1, total // FEW)),
-            )
-        late = [horizon for horizon in self.horizons if horizon > until]
-        if late:
-            raise ConfigError(
-                f"survival.horizons: {number_text(late[0])} is after {number_text(until)}, the last time with a prediction. "
-                "Remove it, or set survival.until to a later time."
-            )
-        shares = np.minimum(bins.events / bins.at_risk, 1 - 0.5 / np.maximum(bins.at_risk, 1))
+        events = np.maximum(bins.events, 0.5)  # a bin without events occurs only at a single site
+        at_risk = np.maximum(bins.at_risk, 1.0)
+        exposure = np.maximum(bins.exposure, np.diff(cuts, prepend=0.0) / CELLS)
         return replace(
             self,
             cuts=tuple(cuts),
-            rates=tuple((bins.events / np.maximum(bins.exposure, np.finfo(float).tiny)).tolist()),
-            shares=tuple(shares.tolist()),
-            horizons=self.horizons or quartile_cuts(bins.events, cuts),
+            rates=tuple((events / exposure).tolist()),
+            shares=tuple(np.minimum(events / at_risk, 1 - 0.5 / at_risk).tolist()),
+            horizons=self.horizons or quartile_cuts(events, cuts),
             censoring=tuple(table.censoring()[np.searchsorted(edges, grid_edges(until))].tolist()),
         )
 
-    def _equal_bins(self, table: SurvivalTable, total: int) -> tuple[float, ...]:
-        """Return cut points with about equal numbers of events (raises ``ConfigError`` if fewer fit than configured)."""
-        wanted = self.bins if isinstance(self.bins, int) else max(1, min(BINS, total // FEW))
-        most = _most_bins(table, wanted)
-        if most < wanted and self.bins is not None:
+    def _wanted_bins(self, table: SurvivalTable) -> int:
+        return self.bins if isinstance(self.bins, int) else max(1, min(BINS, int(table.events.sum()) // FEW))
+
+    def _check_sums(self, table: SurvivalTable, until: float, without_events: int) -> None:
+        """Validate that the events over all clients suffice, and warn if they are few."""
+        total, last = int(table.events.sum()), number_text(until)
+        if not total:
+            raise DataError(
+                f"No training row has an event until {last}. Check label (time, then event), survival.event and "
+                "survival.until."
+            )
+        if without_events:
+            LOG.warning(
+                "clients without an event until %s, which inform only about censoring: %d", last, without_events
+            )
+        if late := [horizon for horizon in self.horizons if horizon > until]:
+            raise ConfigError(
+                f"survival.horizons: {number_text(late[0])} is after {last}, the last time with a prediction. Remove it, or "
+                "set survival.until to a later time."
+            )
+        cuts = self.bins if isinstance(self.bins, tuple) else ()
+        wanted = len(cuts) or self._wanted_bins(table)
+        most = most_bins(table, wanted)
+        empty = np.flatnonzero(table.bins(cuts).events == 0) if cuts else np.zeros(0, int)
+        if len(empty):
+            low, high = (number_text((0.0, *cuts)[empty[0] + end]) for end in (0, 1))
+            raise ConfigError(
+                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
+                f"Merge the bin with another one, or write a number of bins: {most} fit."
+            )
+        if isinstance(self.bins, int) and most < wanted:
             raise ConfigError(
                 f"survival.bins={wanted} leaves a bin without an event: the {total} events of the training rows fit into "
                 f"{most} bins. Set survival.bins to at most {most}."
             )
-        return choose_cuts(table, most) or (float(table.edges[-1]),)
+        if self.bins is not None and total < FEW * wanted:
+            LOG.warning(
+                "survival.bins: %d events in %d bins are fewer than %d per bin; %d bins would have more",
+                *(total, wanted, FEW, max(1, total // FEW)),
+            )
 
     @cached_property
     def offsets(self) -> tuple[float, ...]:
@@ -511,8 +536,3 @@ def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...
     """
     reached = np.cumsum(events) / events.sum()
     return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
-
-
-def _most_bins(table: SurvivalTable, wanted: int) -> int:
-    """Return the largest number of bins up to ``wanted`` that all have an event."""
-    return next((bins for bins in range(wanted, 1, -1) if choose_cuts(table, bins)), 1)

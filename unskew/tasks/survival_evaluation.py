@@ -70,13 +70,14 @@ class SurvivalPredictions:
             hazards: Predicted cumulative hazards at the cut points, ``[n, J]``.
             cuts: Cut points, ``[J]``.
             horizons: Times at which risks are judged.
-            censoring: Share of uncensored rows at the edges of the cells of time; if empty, the curve of these rows is used.
+            censoring: Share of uncensored rows at equally spaced times from 0 to the last cut point; if empty, that of these
+                rows is used.
         """
         time, event = censored_at(y, cuts[-1]).T
         time = np.where((event == 0) & (time == cuts[-1]), math.inf, time)
-        curve = censoring_curve(time, event > 0)
-        if len(censoring):
-            curve = Curve(grid_edges(cuts[-1])[1:], np.array(censoring[1:]), step=False)
+        edges = grid_edges(cuts[-1])
+        shares = np.array(censoring) if censoring else censoring_curve(time, event > 0).at(edges)
+        curve = Curve(edges[1:], shares[1:], step=False)
         return SurvivalPredictions(time, event > 0, hazards, np.array(cuts), tuple(horizons), curve)
 
     @property
