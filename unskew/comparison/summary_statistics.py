@@ -10,7 +10,7 @@ from typing import Any
 
 from unskew.errors import CheckpointError
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.primary_metric import RECALL, WORST, client_metric_name, objective_metric, primary_metric_name
+from unskew.tasks.primary_metric import OF_CLASS, WORST, client_metric_name, objective_metric, primary_metric_name
 from unskew.tasks.registry import TASKS
 
 LARGEST = 1e300
@@ -27,7 +27,7 @@ COMPARED_METRICS = {
 
 def is_metric(name: str) -> bool:
     """Return whether a key of a summary is a metric of the task or a requested metric."""
-    return name.startswith(RECALL) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
+    return name.startswith(OF_CLASS) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
 
 
 def std_key(name: str) -> str:
@@ -36,7 +36,8 @@ def std_key(name: str) -> str:
     >>> std_key("auroc"), std_key("recall/a")
     ('auroc_std', 'recall_std/a')
     """
-    return f"recall_std/{name.removeprefix(RECALL)}" if name.startswith(RECALL) else f"{name}_std"
+    kind, _, label = name.partition("/")
+    return f"{kind}_std/{label}" if name.startswith(OF_CLASS) else f"{name}_std"
 
 
 UNSEEN = ("unseen", "unseen_personal")

@@ -30,7 +30,7 @@ from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, OF_CLASS, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -291,7 +291,7 @@ class Experiment(DataSpec):
             raise ValueError(f"two metrics are named {max(own, key=own.count)!r}; rename one of them")
         name = metric_name(self.objective)
         known = (AUTO, *KNOWN_METRICS, *own)
-        if not is_custom_metric(self.objective) and name not in known and not name.startswith(RECALL):
+        if not is_custom_metric(self.objective) and name not in known and not name.startswith(OF_CLASS):
             raise ValueError(unknown_name("objective", name, known).rstrip("."))
         if self.target is None or is_custom_metric(self.objective) or name in own:
             return

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from unskew.errors import short_repr, unknown_name
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
+from unskew.tasks.primary_metric import KNOWN_METRICS, OF_CLASS, RECALL
 
 AUTO = "auto"
 """Objective that means the task's primary metric."""
@@ -44,16 +44,17 @@ def validate_metric(value: MetricLike) -> MetricLike:
     Raises:
         ValueError: If the metric is unknown, or a function's name is missing or taken.
     """
-    from unskew.tasks.metrics import METRICS  # imports NumPy, which the default configuration does not need
+    from unskew.tasks.registry import TASKS  # imports PyTorch, which the default configuration does not need
 
+    requestable = [name for task in TASKS.values() for name in task.requestable]
     if not is_custom_metric(value):
-        if value not in METRICS:
-            raise ValueError(unknown_name("metric", str(value), METRICS).rstrip("."))
+        if value not in requestable:
+            raise ValueError(unknown_name("metric", str(value), requestable).rstrip("."))
         return value
     if not isinstance(value, str) and not (inspect.isfunction(value) or inspect.isbuiltin(value)):
         raise ValueError(f"the metric {short_repr(value)} must be a function f(y_true, scores); define one with def")
     name = metric_name(value)
-    if not name.isidentifier() or name in KNOWN_METRICS or name in METRICS:
+    if not name.isidentifier() or name in KNOWN_METRICS or name in requestable:
         taken = "is the name of a built-in metric" if name.isidentifier() else "is not a valid name"
         raise ValueError(
             f"the metric {short_repr(metric_reference(value))} is named {name!r}, which {taken}; choose another name"
@@ -73,7 +74,7 @@ def validate_objective(value: MetricLike) -> MetricLike:
     if is_custom_metric(value):
         return validate_metric(value)
     known = (AUTO, *KNOWN_METRICS)
-    if value not in known and not str(value).startswith(RECALL) and not str(value).isidentifier():
+    if value not in known and not str(value).startswith(OF_CLASS) and not str(value).isidentifier():
         raise ValueError(unknown_name("objective", str(value), known).rstrip("."))
     return value
 

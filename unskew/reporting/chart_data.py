@@ -12,7 +12,7 @@ from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.tasks.primary_metric import KNOWN_METRICS, ONE_CLASS, RECALL, SCORES, MetricInfo, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, OF_CLASS, ONE_CLASS, SCORES, MetricInfo, metric_info
 
 POINTS = 300
 """Maximum number of points of a curve."""
@@ -23,10 +23,13 @@ MARKS = 2000
 EVALUATED = {
     "accuracy": "test accuracy (%)",
     "r2": "test R² (%)",
+    "dice": "test Dice (%)",
     "loss": "test loss",
     "mae": "mean absolute error",
     "rmse": "root mean squared error",
     "perplexity": "perplexity",
+    "dice_pooled": "pooled Dice (%)",
+    "hd95": "HD95 in pixels",
     "macro_f1": "F1, mean of the labels (%)",
     "micro_f1": "F1 of all decisions (%)",
     "samples_f1": "F1 per sample (%)",
@@ -40,6 +43,7 @@ EVALUATED = {
     "calibration_slope": "calibration slope",
     "worst_client": "accuracy or R² of the worst client (%)",
     "validation_accuracy": "accuracy on held-out samples of the clients (%)",
+    "validation_dice": "Dice on held-out samples of the clients (%)",
     "validation_r2": "R² on held-out samples of the clients (%)",
 }
 """Metrics of the model with their titles; titles of metrics in percent end with (%)."""
@@ -81,7 +85,7 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     judge = part.objective
     summaries = [run.summary for run in part.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
-    recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
+    recalls = {name for summary in summaries for name in summary if name.startswith(OF_CLASS)}
     positive = summaries[0].get("positive")
     named = {*own, *recalls, *(ONE_CLASS if positive else ())}
     names = EVALUATED | {name: axis_title(metric_info(name, positive=positive)) for name in sorted(named)}
@@ -213,7 +217,7 @@ def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     for prefix in ("", "personal_"):
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
-            if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
+            if bare in KNOWN_METRICS or bare in own or bare.startswith(OF_CLASS):
                 metrics[name] = metric_info(bare, own, runs[0].summary.get("positive"))
     return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
 

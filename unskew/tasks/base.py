@@ -22,6 +22,10 @@ PROVIDED = {
 """What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
 
 
+OUTSIDE = 255
+"""Class of pixels without truth, such as those outside of an image that was moved."""
+
+
 class Task:
     """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
 
@@ -43,6 +47,12 @@ class Task:
 
     tokens: ClassVar[bool] = False
     """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
+
+    pixels: ClassVar[bool] = False
+    """True if targets are one class per pixel, ``[n, *sides]``, which move with their images."""
+
+    weighted: ClassVar[bool] = False
+    """True if ``with_weights`` supports class weights."""
 
     output_kind: ClassVar[str] = "probabilities"
     """What ``outputs`` returns, as one word."""
@@ -100,6 +110,17 @@ class Task:
 
         Raises:
             ConfigError: If its number is not valid.
+        """
+        raise NotImplementedError
+
+    def with_weights(self, weights: tuple[float, ...]) -> Task:
+        """Return the task with class weights, if ``weighted``.
+
+        Args:
+            weights: One weight per class.
+
+        Raises:
+            ConfigError: If the loss has no class weights.
         """
         raise NotImplementedError
 
@@ -188,6 +209,14 @@ class Task:
         if self.output_kind != "probabilities":
             return [f"predicted_{name}" for name in names]
         return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
+
+    def numbers(self, outputs: np.ndarray) -> np.ndarray:
+        """Return the numbers of each sample that ``output_names`` names, ``[n, C]``.
+
+        Args:
+            outputs: Outputs of the model, ``[n, C]``.
+        """
+        return outputs
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the prediction of each sample: a class name, a list of labels, or by default the number or numbers.

@@ -57,6 +57,7 @@ class Classification(Task):
         name: Name of the task.
         provides: What the task provides of a sample.
         requestable: Metrics that a run may request.
+        weighted: Whether the loss may have class weights.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
         trained_with: Class weights of the training, for which probabilities and loss are corrected; empty means none.
     """
@@ -64,6 +65,7 @@ class Classification(Task):
     name: ClassVar[str] = "classification"
     provides: ClassVar[frozenset[str]] = frozenset(("one_class", "counts", "vector"))
     requestable: ClassVar[tuple[str, ...]] = tuple(METRICS)
+    weighted: ClassVar[bool] = True
 
     weights: tuple[float, ...] = ()
     trained_with: tuple[float, ...] = ()
@@ -79,6 +81,10 @@ class Classification(Task):
         if {*constants} - {"class_weights"} or (weights and (len(weights) != classes or min(weights) <= 0)):
             raise ValueError("the constants are not one positive class weight per class")
         return Classification(trained_with=weights)
+
+    def with_weights(self, weights: tuple[float, ...]) -> Task:
+        """Return the classification with class weights."""
+        return Classification(weights)
 
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return the classes ``[n]`` as int64."""

@@ -10,6 +10,10 @@ SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
 """Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
+OF_CLASS = (RECALL, "dice/", "iou/")
+"""Prefixes of the names of metrics of single classes."""
+OVERLAPS = {"dice": "Dice", "iou": "IoU"}
+"""Titles of the metrics of segmentation that are computed for each class."""
 WORST = "worst_client"
 """Objective that is the primary metric of the worst client."""
 
@@ -60,6 +64,8 @@ KNOWN_METRICS = {
     "loss": MetricInfo("loss", "loss", lower_is_better=True, percent=False),
     "mae": MetricInfo("mae", "MAE", lower_is_better=True, percent=False),
     "rmse": MetricInfo("rmse", "RMSE", lower_is_better=True, percent=False),
+    "dice_pooled": MetricInfo("dice_pooled", "pooled Dice"),
+    "hd95": MetricInfo("hd95", "HD95 in pixels", lower_is_better=True, percent=False),
     "perplexity": MetricInfo("perplexity", "perplexity", lower_is_better=True, percent=False),
     "macro_precision": MetricInfo("macro_precision", "C-precision"),
     "macro_recall": MetricInfo("macro_recall", "C-recall"),
@@ -100,8 +106,9 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
         return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
     if name in KNOWN_METRICS:
         return KNOWN_METRICS[name]
-    if name.startswith(RECALL):
-        return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
+    if name.startswith(OF_CLASS):
+        kind, _, label = name.partition("/")
+        return MetricInfo(name, f"{OVERLAPS.get(kind, kind)} of {label}")
     return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 

@@ -37,6 +37,7 @@ from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
+from unskew.data.sources.shape_masks import shape_masks
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import TABLES
 from unskew.data.validation import as_inputs
@@ -66,6 +67,8 @@ SOURCES: dict[str, str] = {
     "client; no download",
     "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 10,000 training and 2,000 test "
     "images; generated, no download",
+    "shape-masks": "a segmentation of circles, squares and triangles, 64 x 64 color, 400 training and 100 test images, four "
+    "sites in the column site; generated, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
     "download",
@@ -84,6 +87,7 @@ DRAWN: dict[str, Callable[[], Source]] = {
     "gaussians": gaussians,
     "fcube": fcube,
     "shapes": shapes,
+    "shape-masks": shape_masks,
     **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
 }
 """Sources that are built in or generated."""
