@@ -32,7 +32,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
 from unskew.data.shared_copies import shared_copy
-from unskew.data.target_scaling import fit_target_scaling
+from unskew.data.target_scaling import fit_task
 from unskew.data.validation import validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
@@ -300,15 +300,15 @@ class Federation:
         offsets = readers.offsets
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
-        trained_for = None
+        trained_for: Task | None = None
         stats_traffic = None
-        if objective.standardized:
-            targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
-            trained_for, stats_traffic = fit_target_scaling(
-                lambda: (targets[start:stop] for start, stop in spans), class_names, targets.shape[1]
-            )
+        if objective.standardized or objective.fits:
+            own_rows = [y_all[start:stop] for start, stop in zip(offsets[:-1], begins, strict=True)]
+            trained_for, stats_traffic = fit_task(objective, own_rows, class_names)
+        if trained_for is not None:
             y_all = trained_for.standardize(y_all)
             pairs = {who: (x, trained_for.standardize(y)) for who, (x, y) in pairs.items()}
+            classes, class_names = len(trained_for.names) or classes, trained_for.names or class_names
         return Federation(
             clients=DrawnClients(readers, readers.like, y_all, offsets, begins, readers.mapped),
             test=pairs["the test set"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -185,4 +186,7 @@ def load_source_for(spec: DataSpec) -> Source:
         raise ConfigError(
             f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."
         )
+    section = source.objective.section
+    if section:
+        source = replace(source, trained_for=source.objective.configured(getattr(spec, section)))
     return harmonizable(source, spec)

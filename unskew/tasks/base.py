@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,6 +25,9 @@ PROVIDED = {
 OUTSIDE = 255
 """Class of pixels without truth, such as those outside of an image that was moved."""
 
+Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
+"""Maps the kind, the arguments and the constants of a federated sum to the sums over the training rows of all clients."""
+
 
 class Task:
     """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
@@ -45,6 +48,15 @@ class Task:
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 
+    fits: ClassVar[bool] = False
+    """True if ``fit`` must be called before training: other constants of the task come from sums over the clients."""
+
+    section: ClassVar[str] = ""
+    """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
+
+    least: ClassVar[float] = 0.0
+    """Lowest value of the primary metric."""
+
     tokens: ClassVar[bool] = False
     """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
 
@@ -63,6 +75,9 @@ class Task:
     scored: ClassVar[str] = "accuracy"
     """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
 
+    ranked: ClassVar[bool] = False
+    """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
@@ -77,6 +92,33 @@ class Task:
 
     std: tuple[float, ...] = ()
     """Standard deviation of each target, if targets are standardized."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the outputs, if the task and not the data define them; otherwise empty."""
+        return ()
+
+    def configured(self, options: Any) -> Task:
+        """Return the task with options of the configuration.
+
+        Args:
+            options: The section ``section`` of the configuration.
+
+        Raises:
+            ConfigError: If options contradict each other.
+        """
+        return self
+
+    def fit(self, ask: Ask) -> Task:
+        """Return the task with constants from sums over the clients, if ``fits``.
+
+        Args:
+            ask: Returns sums over the training rows of all clients, whose targets, as ``read`` returns them, are their ``y``.
+
+        Raises:
+            DataError: If no task can be fitted to these sums.
+        """
+        return self
 
     @property
     def exclusive(self) -> bool:
@@ -319,6 +361,15 @@ class Task:
         Args:
             tally: Sum of the statistics of all batches.
             loss: Mean loss over all samples.
+        """
+        return {}
+
+    def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+        """Compute the primary metric and metrics of ``extra_metrics`` that are no sums over samples; NaN if undefined.
+
+        Args:
+            y: True values, ``truth`` of the targets.
+            scores: Predictions, from ``scores``.
         """
         return {}
 

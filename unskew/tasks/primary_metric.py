@@ -6,8 +6,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
-"""Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect."""
+SCORES: dict[str, str] = {"r2": "R²", "dice": "Dice", "accuracy": "accuracy"}
+"""Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect. A task may
+have a metric of a later name in addition to its primary metric."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
 OF_CLASS = (RECALL, "dice/", "iou/")
@@ -118,7 +119,7 @@ def primary_metric_name(names: Container[str]) -> str:
     >>> primary_metric_name({"round": 1, "r2": 0.5}), primary_metric_name(["best_accuracy", "accuracy"])
     ('r2', 'accuracy')
     """
-    return "r2" if "r2" in names else "accuracy"
+    return next((name for name in SCORES if name in names), "accuracy")
 
 
 def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
