@@ -20,8 +20,6 @@ PROVIDED = {
     "vector": "one feature vector per sample",
 }
 """What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
-
-
 OUTSIDE = 255
 """Class of pixels without truth, such as those outside of an image that was moved."""
 
@@ -106,6 +104,14 @@ class Task:
 
         Raises:
             ConfigError: If options contradict each other.
+        """
+        return self
+
+    def named(self, names: Sequence[str]) -> Task:
+        """Return the task with the names of its outputs, if its metrics have them.
+
+        Args:
+            names: Names of the classes, labels or targets.
         """
         return self
 

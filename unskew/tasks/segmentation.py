@@ -80,6 +80,75 @@ class Segmentation(Task):
         return (*_metric_names(self.class_names), "dice_pooled", "accuracy")
 
     @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Gray values of the classes, and of ignored pixels, if they are known."""
+        known = {"values": self.values, "ignore": () if self.ignore is None else (self.ignore,)}
+        return {name: tuple(map(float, values)) for name, values in known.items() if values}
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the segmentation with gray values."""
+        numbers = [*constants.get("values", ()), *constants.get("ignore", ())]
+        values, ignore = (tuple(int(level) for level in constants.get(name, ())) for name in ("values", "ignore"))
+        levels = {*values, *ignore}
+        valid = levels == {*numbers} and len(levels) == len(numbers) and all(0 <= level <= OUTSIDE for level in levels)
+        if {*constants} - {"values", "ignore"} or not valid or len(values) not in (0, classes) or len(ignore) > 1:
+            raise ValueError("the constants are not a gray value per class, and at most one of ignored pixels")
+        return replace(self, values=values, ignore=next(iter(ignore), None))
+
+    def configured(self, options: Any) -> Segmentation:
+        """Return the segmentation with classes and gray values of the configuration.
+
+        Args:
+            options: Section ``segmentation`` of the configuration; what it does not set stays unchanged.
+
+        Raises:
+            ConfigError: If options contradict each other, or the classes of the data.
+        """
+        names, values = options.classes or self.class_names, options.values or self.values
+        names = names or tuple(map(str, values))
+        ignore = self.ignore if options.ignore is None else options.ignore
+        problems = {
+            f"has one class, but a segmentation needs at least two: {', '.join(names)}": len(names) == 1,
+            f"has {len(names)} classes, but {len(values)} values": bool(values) and len(names) != len(values),
+            f"has {len(names)} classes, but the data have {len(self.class_names)}": bool(self.class_names)
+            and len(names) != len(self.class_names),
+            "names a class twice": len({*names}) < len(names),
+            "has a value twice, or ignores the value of a class": len({*values, ignore}) <= len(values),
+        }
+        for problem in (text for text, wrong in problems.items() if wrong):
+            raise ConfigError(f"segmentation {problem}.")
+        return replace(self, class_names=names, values=values, ignore=ignore)
+
+    def described(self, levels: set[int]) -> Segmentation:
+        """Return the segmentation with classes and values for masks with these gray values, if it has none.
+
+        Without configured values, these are 0 to C - 1, or 0 and 255 for two classes.
+
+        Args:
+            levels: Gray values of all masks.
+
+        Raises:
+            DataError: If the classes are not configured, and do not follow from the values.
+        """
+        levels = levels - {self.ignore}
+        names, values = self.class_names, self.values
+        if not values:
+            two = OUTSIDE in levels and levels <= {0, OUTSIDE} and len(names) in (0, 2)
+            if not two and not names and levels != {*range(len(levels))}:
+                few = ", ".join(map(str, sorted(levels)[:10])) + ("" if len(levels) <= 10 else ", ...")
+                raise DataError(
+                    f"The masks have the gray values {few}. Set segmentation.values to the value of each class, and "
+                    "segmentation.classes to their names. JPEG files change gray values."
+                )
+            values = (0, OUTSIDE) if two else tuple(range(len(names) or len(levels)))
+            names = names or (("background", "foreground") if two else tuple(map(str, values)))
+        return replace(self, class_names=names, values=values)
+
+    def named(self, names: Sequence[str]) -> Task:
+        """Return the segmentation with the names of its classes."""
+        return replace(self, class_names=tuple(names))
+
+    @property
     def unweighted(self) -> Task:
         """Segmentation without class weights, used for evaluation."""
         return replace(self, weights=())
@@ -98,7 +167,9 @@ class Segmentation(Task):
     def with_weights(self, weights: tuple[float, ...]) -> Task:
         """Return the segmentation with class weights of the cross-entropy."""
         if self.kind == "dice":
-            raise ConfigError("class_weights weight the cross-entropy, which loss=dice does not have. Remove one of them.")
+            raise ConfigError(
+                "class_weights weight the cross-entropy, which loss=dice does not have. Remove one of them."
+            )
         return replace(self, weights=weights)
 
     def read(self, y: Tensor, who: str) -> Tensor:
@@ -210,7 +281,11 @@ class Segmentation(Task):
         """Compute Dice, loss and all metrics but HD95."""
         logits, target = _logits_of(outputs, y), torch.from_numpy(y)
         loss = float(self.losses(logits, target).mean())
-        return {"dice": float(self.correct(logits, target).mean()), "loss": loss, **self.measure(self.tally(logits, target), loss)}
+        return {
+            "dice": float(self.correct(logits, target).mean()),
+            "loss": loss,
+            **self.measure(self.tally(logits, target), loss),
+        }
 
     def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
         """Return the statistic of a metric of overlap, or of the loss if ``scores`` are probabilities."""

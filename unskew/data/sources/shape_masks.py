@@ -1,7 +1,8 @@
 """Generated segmentation of four sites: circles, squares and triangles in color images of 64 x 64 pixels.
 
 Like scanners of hospitals, the sites differ in gamma, blur, noise and the texture of the background, and in how often each
-shape occurs. An image has one to three shapes, of which later ones cover earlier ones.
+shape occurs. An image has one to three shapes, of which later ones cover earlier ones. Their colors vary around that of the
+shape, so that color and outline together tell them apart.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ TRAIN, TEST = 100, 25
 CLASSES = ("background", "circle", "square", "triangle")
 OUTLINES = ("disc", "square", "triangle")
 """Names of the shapes in ``points_inside``, in the order of the classes."""
+COLORS = np.array([[0.85, 0.5, 0.5], [0.5, 0.8, 0.5], [0.5, 0.6, 0.9]])
+"""Mean color of each shape, around which colors vary."""
 
 
 class Site(NamedTuple):
@@ -92,8 +95,7 @@ def draw_site(site: Site, n: int, draws: np.random.Generator) -> tuple[np.ndarra
             u, v = (x * np.cos(angle) + y * np.sin(angle)) / radius, (y * np.cos(angle) - x * np.sin(angle)) / radius
             shape = int(draws.choice(len(OUTLINES), p=site.mix))
             inside = points_inside(OUTLINES[shape], u, v)
-            color = draws.uniform(0.3, 1, 3)
-            image[:, inside] = (color / color.max() * draws.uniform(0.75, 0.95))[:, None]
+            image[:, inside] = (COLORS[shape] + draws.uniform(-0.15, 0.15, 3))[:, None]
             mask[inside] = shape + 1
     images = gaussian_filter(images, (0, 0, site.blur, site.blur)).clip(0, 1) ** site.gamma
     images += site.noise * draws.normal(size=images.shape)
