@@ -41,12 +41,12 @@ def predict(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model.
+    """Predict labels and probabilities, numbers, or masks, for new rows, images or texts with a trained model.
 
     Options:
         run: Folder of a finished run.
         rows: A .csv, .jsonl or .parquet file, an image, or a folder of images.
-        out: Write all predictions to this .csv or .jsonl file.
+        out: Write all predictions to this .csv or .jsonl file; masks are PNG files in a folder next to it.
         keep: Columns of INPUT to repeat next to the predictions: patient_id,ward.
         threshold: Minimum probability to predict the positive one of two classes.
     """
@@ -65,17 +65,24 @@ def predict(
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
     inputs, task = predictor.inputs, predictor.inputs.objective
-    titles, numbers = task.output_names(inputs.names, inputs.label), task.output_kind != "probabilities"
-    labels = predictor.labels(outputs, threshold)
+    titles = task.output_names(inputs.names, inputs.label)
+    numbers = task.output_kind != "probabilities" or task.pixels
+    labels, values_of_rows = predictor.labels(outputs, threshold), task.numbers(outputs)
     strange: dict[int | str, list[str]] = {}
     for unknown in read.unknown:
         for row in unknown.rows:
             strange.setdefault(row, []).append(unknown.column)
     chosen = {} if numbers else {f"predicted_{inputs.label or 'label'}": labels}
+    files = {}
+    if task.pixels and out is not None:
+        from unskew.serving.mask_files import write_masks
+
+        files = {"mask": write_masks(labels, read, out.with_name(f"{out.stem}-masks"))}
     own: dict[str, Sequence[Any]] = {
         "row": read.names,
         **chosen,
-        **{title: [float(f"{value:.6g}") for value in outputs[:, k]] for k, title in enumerate(titles)},
+        **files,
+        **{title: [float(f"{value:.6g}") for value in values_of_rows[:, k]] for k, title in enumerate(titles)},
         **({"unknown": [strange.get(name, []) for name in read.names]} if strange else {}),
     }
     names = free_names(own, kept_columns)
@@ -113,7 +120,8 @@ def predict(
             soft_wrap=True,
         )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
-    where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
+    every = "and the masks as PNG files" if task.pixels else "with every probability"
+    where = f"All rows are in {out}." if out is not None else f"--out FILE writes all rows, {every}."
     console.print(f"{more}{where}", highlight=False, soft_wrap=True)
 
 

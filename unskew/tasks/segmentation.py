@@ -85,7 +85,7 @@ class Segmentation(Task):
         known = {"values": self.values, "ignore": () if self.ignore is None else (self.ignore,)}
         return {name: tuple(map(float, values)) for name, values in known.items() if values}
 
-    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Segmentation:
         """Return the segmentation with gray values."""
         numbers = [*constants.get("values", ()), *constants.get("ignore", ())]
         values, ignore = (tuple(int(level) for level in constants.get(name, ())) for name in ("values", "ignore"))
@@ -144,7 +144,7 @@ class Segmentation(Task):
             names = names or (("background", "foreground") if two else tuple(map(str, values)))
         return replace(self, class_names=names, values=values)
 
-    def named(self, names: Sequence[str]) -> Task:
+    def named(self, names: Sequence[str]) -> Segmentation:
         """Return the segmentation with the names of its classes."""
         return replace(self, class_names=tuple(names))
 
@@ -193,8 +193,8 @@ class Segmentation(Task):
             raise DataError(f"The masks of {who} have one class, but a segmentation needs at least two.")
         if x is not None and x.shape[2:] != y.shape[1:]:
             raise DataError(
-                f"The masks of {who} have the sides {tuple(y.shape[1:])}, but their images {tuple(x.shape[2:])}. Volumes need "
-                "an axis of channels: [n, channels, depth, height, width]."
+                f"The masks of {who} have the sides {tuple(y.shape[1:])}, but their images {tuple(x.shape[2:])}. Volumes "
+                "need an axis of channels: [n, channels, depth, height, width]."
             )
         wrong = y[(y >= classes) & (y != OUTSIDE)]
         if len(wrong):
@@ -306,7 +306,7 @@ class Segmentation(Task):
         table[: len(self.values)] = self.values
         if self.ignore is not None:
             table[OUTSIDE] = self.ignore
-        return table[classes]
+        return np.asarray(table[classes])
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the mask of each image with the gray values of the predicted classes, uint8 ``[*sides]``."""

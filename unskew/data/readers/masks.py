@@ -45,7 +45,8 @@ def image_mask_folders(path: Path) -> dict[tuple[str, str], tuple[list[Path], li
     pairs: dict[tuple[str, str], tuple[list[Path], list[Path]]] = {}
     unread = []
     for images in sorted(folder for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{IMAGES}")):
-        *sites, part = [*images.parent.relative_to(path).parts, *["train"] * (images.parent.name not in PARTS)]
+        sites = [*images.parent.relative_to(path).parts]
+        part = sites.pop() if sites and sites[-1] in PARTS else "train"
         if len(sites) > 1 or any(name.startswith(".") or name in PARTS for name in sites):
             unread.append(str(images.relative_to(path)))
             continue
@@ -58,9 +59,14 @@ def image_mask_folders(path: Path) -> dict[tuple[str, str], tuple[list[Path], li
         LOG.warning(
             "%s: not read, because neither SITE/%s nor SITE/train/%s: %s", path, IMAGES, IMAGES, abbreviate(unread)
         )
-    if not any(part == "train" and files[0] for (_, part), files in pairs.items()):
-        raise DataError(f"{path} has no training images. Expected {LAYOUT}.")
+    if not any(files[0] for files in pairs.values()):
+        raise DataError(f"{path} has no images. Expected {LAYOUT}.")
     return pairs
+
+
+def has_masks(path: Path) -> bool:
+    """Return whether a folder has folders of masks, as in ``image_mask_folders``."""
+    return any(folder.is_dir() for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{MASKS}"))
 
 
 def mask_tables(path: Path) -> tuple[Any, Any | None]:
@@ -114,7 +120,9 @@ def mask_tables(path: Path) -> tuple[Any, Any | None]:
         names = {"name": [row[2] for row in own], "site": [row[3] for row in own]}
         return pa.table({**columns, **{column: path_column(values) for column, values in names.items() if any(values)}})
 
-    return table(rows["train"]), table(rows["test"]) if "test" in rows else None
+    if not rows["train"]:
+        return table(rows["test"]), None
+    return table(rows["train"]), table(rows["test"]) if rows["test"] else None
 
 
 def common_ending(names: Sequence[str]) -> str:
@@ -226,7 +234,7 @@ def gray_values(values: object, who: str) -> Tensor:
 
 
 def classes_of_masks(
-    parts: Mapping[str, Tensor], task: Segmentation, name_of: Callable[[str, int], str]
+    parts: Mapping[str, Tensor], task: Segmentation, name_of: Callable[[str, int], str], several: bool = True
 ) -> tuple[list[Tensor], Segmentation]:
     """Replace the gray values of masks by classes.
 
@@ -234,6 +242,7 @@ def classes_of_masks(
         parts: Gray values of the masks of each part, uint8 ``[n, *sides]``, by the name of the part.
         task: Task with the configured classes and values; what is not configured comes from the masks.
         name_of: Returns the name of a mask, given the name of its part and its row.
+        several: Whether at least two classes must occur.
 
     Returns:
         Classes of the pixels of each part, ``OUTSIDE`` for ignored pixels, and the task with its classes and values.
@@ -263,7 +272,7 @@ def classes_of_masks(
         if empty:
             raise DataError(f"The mask {name_of(part, empty[0])} has only ignored pixels. Remove it and its image.")
         found.append(classes)
-    if len({c for y in found for c in torch.unique(y).tolist()} - {OUTSIDE}) < 2:
+    if several and len({c for y in found for c in torch.unique(y).tolist()} - {OUTSIDE}) < 2:
         raise DataError(
             f"All pixels of the masks of {next(iter(parts))} have the same class; there is nothing to learn."
         )
