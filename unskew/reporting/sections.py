@@ -17,6 +17,7 @@ from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.section_errors import guard_section, section_html
+from unskew.reporting.segmented_images import segmented_images
 from unskew.reporting.site_evaluation import TITLE as EVALUATION
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
@@ -82,6 +83,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
         (EVALUATION, partial(_evaluation, part, shown["evaluations"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
+        ("Masks of the test set", partial(_masks, part, images)),
         ("Coefficients", partial(_coefficients, part)),
         ("Cost", partial(_costs, part)),
         (MEASUREMENTS, partial(_methods, part, shown["measured"], images)),
@@ -199,6 +201,11 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     best = chart_data.best_classifiers(part)
     confusions = [table for classifier in best if (table := tables.confusion_table(classifier)) is not None]
     return render_section("classifier", kinds=kinds, group=group, count=len(best), tables=confusions)
+
+
+def _masks(part: RunGroup, images: bool) -> str:
+    shown = segmented_images(part) if images else None
+    return "" if shown is None else render_section("masks", entry=shown)
 
 
 def _coefficients(part: RunGroup) -> str:
