@@ -361,6 +361,15 @@ class Task:
         """
         return logits.new_zeros(0)
 
+    def empty_tally(self, classes: int) -> Tensor:
+        """Return the tally of no samples, which has the shape of every tally.
+
+        Args:
+            classes: Number of classes.
+        """
+        y = torch.zeros(1, dtype=torch.int64) if "one_class" in self.provides else torch.zeros((1, classes))
+        return torch.zeros_like(self.tally(torch.zeros(1, classes), y))
+
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """Compute the metrics in ``extra_metrics``, and the primary metric if it is not a mean over samples.
 

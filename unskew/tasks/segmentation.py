@@ -256,6 +256,10 @@ class Segmentation(Task):
         """
         return _overlaps(logits, y).sum(0)
 
+    def empty_tally(self, classes: int) -> Tensor:
+        """Return zeros, ``[C, 5]``."""
+        return torch.zeros((classes, 5), dtype=torch.float64)
+
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """Compute Dice and IoU of each class, pooled Dice and accuracy of the pixels; NaN for classes without pixels."""
         hits, pixels, dice, iou, images = tally.cpu().T

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import os
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -131,9 +130,11 @@ def common_ending(names: Sequence[str]) -> str:
     >>> common_ending(["01_manual1", "02_manual1"]), common_ending(["a1", "b1"])
     ('_manual1', '')
     """
-    end = os.path.commonprefix([name[::-1] for name in names])[::-1] if len(names) > 1 else ""
-    starts = [index for index, letter in enumerate(end) if letter in "_-. "]
-    return end[starts[0] :] if starts else ""
+    if len(names) < 2:
+        return ""
+    first = names[0]
+    starts = (index for index, letter in enumerate(first) if letter in "_-. ")
+    return next((end for end in (first[start:] for start in starts) if all(name.endswith(end) for name in names)), "")
 
 
 def decode_masks(

@@ -6,7 +6,6 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from unskew.deployment.common.small_counts import MIN_COUNT, reported_support
@@ -34,7 +33,13 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
     """
     classes = inputs.classes if "one_class" in inputs.objective.provides else 0
     (sums,) = exchange(
-        [SumRequest("scores", {"classes": classes, "tally": empty_tally(inputs).numel()}, {"v": v, "b": b})]
+        [
+            SumRequest(
+                "scores",
+                {"classes": classes, "tally": inputs.objective.empty_tally(inputs.classes).numel()},
+                {"v": v, "b": b},
+            )
+        ]
     )
     support = reported_support(sums["confusion"].sum(1).tolist(), MIN_COUNT)
     labeled = dict(zip(inputs.names, (int(c) if c.isdigit() else c or None for c in support), strict=False))
@@ -46,13 +51,6 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
         known = value if math.isfinite(value) else None
         rows.append({**about, "value": known, "low": low, "high": high, "n": n, "support": labeled})
     return rows
-
-
-def empty_tally(inputs: InputSpec) -> Tensor:
-    """Return a tally of the task, for its shape."""
-    task = inputs.objective
-    y = torch.zeros(1, dtype=torch.int64) if "one_class" in task.provides else torch.zeros((1, inputs.classes))
-    return task.tally(torch.zeros(1, inputs.classes), y)
 
 
 def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, tuple[float, Interval]]:
@@ -73,7 +71,7 @@ def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, 
             "No site has held-out samples. Set holdout in the experiment, or give the sites' data a test split."
         )
     loss = losses / predictions
-    measured = task.measure(sums["sums"][TALLIES:].reshape(empty_tally(inputs).shape), loss)
+    measured = task.measure(sums["sums"][TALLIES:].reshape(task.empty_tally(inputs.classes).shape), loss)
     found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
     found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
     if "one_class" in task.provides:

@@ -78,8 +78,8 @@ class UNet(nn.Module):
         widths, dims = positive_widths("The U-Net", "widths", widths), len(shape) - 1
         if dims not in LAYERS:
             raise ConfigError(
-                "The U-Net needs images (channels, height, width) or volumes (channels, depth, height, width), but the shape of "
-                f"a sample is {tuple(shape)}."
+                "The U-Net needs images (channels, height, width) or volumes (channels, depth, height, width), but the shape "
+                f"of a sample is {tuple(shape)}."
             )
         if not widths or min(shape[1:]) < (least := 2 ** (len(widths) - 1)):
             raise ConfigError(
