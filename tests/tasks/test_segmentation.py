@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from support.masks import square_federation
 from support.tolerance import FEW, assert_close
 from torch import nn
 
@@ -172,7 +173,7 @@ def test_sums_of_parts_measure_all_images():
 def test_a_1x1_convolution_is_logistic_regression_of_the_pixels():
     """One local step from zero: the gradient of the mean cross-entropy of pixels, in closed form."""
     rng = np.random.default_rng(2)
-    x, y = rng.normal(size=(6, 2, 5, 4)), rng.integers(0, 3, (6, 5, 4))
+    x, y = rng.normal(size=(6, 2, 5, 7)), rng.integers(0, 3, (6, 5, 7))
     fed = unskew.Federation.from_arrays([(x, y, x, y)], test=(x, y), task="segmentation", classes=3)
     options = {"model": Pixelwise(), "rounds": 1, "local_steps": 1, "batch_size": 6, "lr": 0.5, "precision": "fp64"}
     result = unskew.run(fed, **options, loss="ce", device="cpu", engine="inline")
@@ -301,34 +302,17 @@ def test_arrays_that_are_no_masks_are_rejected(x, y, reason):
         ({"loss": "mse"}, "loss=mse requires regression"),
         ({"class_weights": (1.0,)}, "1 weights, but there are 3 classes"),
         ({"metrics": ["auroc"]}, "metrics=auroc requires classification, but the task of arrays is segmentation"),
-        ({"attack": "labelflip"}, "one class per sample"),
+        ({"attack": "labelflip:share=0.5"}, "one class per sample"),
         ({"model": "cnn"}, r"expected \(2, 3, 8, 8\) logits"),
     ],
 )
 def test_options_without_meaning_are_rejected(options, reason):
     with pytest.raises(ConfigError, match=reason):
-        unskew.run(squares(), **{"model": "unet", "rounds": 1, "device": "cpu", **options})
-
-
-def squares(clients=2, side=8, n=8):
-    """Images with a bright square of class 1 or a dark one of class 2."""
-    rng = np.random.default_rng(0)
-
-    def part(n):
-        x, y = rng.normal(0, 0.3, (n, 1, side, side)), np.zeros((n, side, side), np.int64)
-        for k in range(n):
-            row, column, c = *rng.integers(0, side - 3, 2), 1 + k % 2
-            x[k, 0, row : row + 3, column : column + 3] += 3 - 6 * (c == 2)
-            y[k, row : row + 3, column : column + 3] = c
-        return x.astype(np.float32), y
-
-    return unskew.Federation.from_arrays(
-        [part(n) for _ in range(clients)], test=part(6), task="segmentation", holdout=0.25
-    )
+        unskew.run(square_federation(), **{"model": "unet", "rounds": 1, "device": "cpu", **options})
 
 
 def test_balanced_weights_count_pixels():
-    fed = squares()
+    fed = square_federation()
     counts = fed.class_counts().sum(0)
     assert counts.sum() == 64 * fed.sizes.sum()
     weights = unskew.data.task_options.apply_task_options(fed, "ce", "balanced").objective.weights

@@ -133,7 +133,7 @@ class Segmentation(Task):
         levels = levels - {self.ignore}
         names, values = self.class_names, self.values
         if not values:
-            two = OUTSIDE in levels and levels <= {0, OUTSIDE} and len(names) in (0, 2)
+            two = OUTSIDE in levels and (levels <= {0, OUTSIDE} if not names else len(names) == 2 and 1 not in levels)
             if not two and not names and levels != {*range(len(levels))}:
                 few = ", ".join(map(str, sorted(levels)[:10])) + ("" if len(levels) <= 10 else ", ...")
                 raise DataError(
