@@ -12,22 +12,23 @@ SUMS: dict[str, SumKind] = {
         columns.Squares(),
         columns.Categories(),
         columns.Classes(),
-        columns.ClassCounts(),
-        columns.ColumnMoments(),
-        columns.ColumnSquares(),
-        columns.Missing(),
-        columns.Histogram(),
         cross_products.CrossProducts(),
         cross_products.Residuals(),
         fisher.Fisher(),
+        scores.Scores(),
+        columns.Classes("class_counts", "counts"),
         skew.SiteScalars(),
+        columns.Missing(),
+        columns.Histogram(),
+        columns.Moments("column_moments", "moments"),
+        columns.Squares("column_squares", "moments"),
         skew.ClassMeans(),
         skew.ClassScatter(),
-        skew.Gradient(),
         skew.LabelProducts(),
         skew.LabelScatter(),
-        scores.Scores(),
+        skew.Gradient(),
     )
 }
-PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+"""Kinds by name: first those that an experiment needs, then those that a site must allow."""
+PERMISSIONS = tuple(dict.fromkeys(kind.permission for kind in SUMS.values() if kind.permission))
 """Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.tasks.cells import CELLS, count_cells
 
 TALLIES = 3
@@ -43,7 +43,7 @@ class Scores(SumKind):
             "probabilities": torch.from_numpy(squares.astype(np.float64)),
         }
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         classes = int(request.args["classes"])
         return {
@@ -52,10 +52,6 @@ class Scores(SumKind):
             "confusion": (torch.int64, (classes, classes)),
             "probabilities": (torch.float64, (classes, 2)),
         }
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return "cells", "confusion"
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
