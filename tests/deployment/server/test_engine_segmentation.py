@@ -36,7 +36,7 @@ def evaluated(place):
 
 
 def test_sites_give_the_numbers_of_the_simulation(options, tmp_path):
-    result, place = compare(tmp_path, **options, class_weights="balanced", loss="ce+dice:0.5")
+    result, _ = compare(tmp_path, **options, class_weights="balanced", loss="ce+dice:0.5")
     assert {"dice", "dice/bright", "iou/dark", "dice_pooled", "accuracy"} <= set(result.summary)
     found = evaluated(LoopPlace(tmp_path, {**options, "class_weights": "balanced", "loss": "ce+dice:0.5"}))
     for client in result.clients:
@@ -47,7 +47,7 @@ def test_sites_give_the_numbers_of_the_simulation(options, tmp_path):
 
 def test_masked_sums_give_the_dice_of_all_held_out_images(options, tmp_path):
     options = {**options, "secure_aggregation": "required", "rounds": 1}
-    result, place = deployed(tmp_path, **options)
+    _, place = deployed(tmp_path, **options)
     found = evaluated(place)
     model = unskew.load_predictor(tmp_path / "run")
     federation = unskew.load_federation(

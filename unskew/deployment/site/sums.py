@@ -45,7 +45,8 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
     Raises:
         ConfigError: If it does not need one of them.
     """
-    needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
+    balanced = config.class_weights == "balanced"
+    needed = {"classes": balanced, "pixels": balanced, "fisher": config.coefficients}
     needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
     wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
     if wrong is not None:
@@ -177,7 +178,7 @@ def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
         size = len(json.dumps([*values], ensure_ascii=False, separators=(",", ":")).encode())
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
     if config.class_weights == "balanced":
-        lines.append("number of samples of each class")
+        lines.append("number of samples, or of pixels in masks, of each class")
     if config.coefficients:
         lines.append("up to 22 times, after the last round: score and information of a logistic regression")
     return lines
