@@ -242,6 +242,8 @@ def test_constants_of_files_give_the_task():
     assert task.constants == {"values": (0.0, 255.0), "ignore": (128.0,)}
     assert TASK.with_constants(task.constants, 2) == task
     assert TASK.with_constants({}, 2) == TASK
+    weighted = replace(task, weights=(1.0, 2.0))
+    assert TASK.with_constants(weighted.constants, 2) == task  # only the training needs weights
     for wrong in (
         {"values": (0.0,)},
         {"values": (0.0, 0.0)},
@@ -249,7 +251,7 @@ def test_constants_of_files_give_the_task():
         {"values": (0.5, 1.0)},
         {"mean": (1.0, 2.0)},
     ):
-        with pytest.raises(ValueError, match="gray value per class"):
+        with pytest.raises(ValueError, match="not a gray value and a positive weight per class"):
             TASK.with_constants(wrong, 2)
 
 

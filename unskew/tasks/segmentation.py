@@ -81,18 +81,23 @@ class Segmentation(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Gray values of the classes, and of ignored pixels, if they are known."""
+        """Gray values of the classes, and of ignored pixels, if they are known, and class weights of the training."""
         known = {"values": self.values, "ignore": () if self.ignore is None else (self.ignore,)}
+        known |= {"class_weights": self.weights}
         return {name: tuple(map(float, values)) for name, values in known.items() if values}
 
     def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Segmentation:
-        """Return the segmentation with gray values."""
+        """Return the segmentation with gray values; class weights of the training have no effect on predictions."""
+        weights = tuple(constants.get("class_weights", ()))
         numbers = [*constants.get("values", ()), *constants.get("ignore", ())]
         values, ignore = (tuple(int(level) for level in constants.get(name, ())) for name in ("values", "ignore"))
         levels = {*values, *ignore}
         valid = levels == {*numbers} and len(levels) == len(numbers) and all(0 <= level <= OUTSIDE for level in levels)
-        if {*constants} - {"values", "ignore"} or not valid or len(values) not in (0, classes) or len(ignore) > 1:
-            raise ValueError("the constants are not a gray value per class, and at most one of ignored pixels")
+        valid = valid and len(values) in (0, classes) and len(ignore) < 2 and min(weights, default=1) > 0
+        if {*constants} - {"values", "ignore", "class_weights"} or not valid or len(weights) not in (0, classes):
+            raise ValueError(
+                "the constants are not a gray value and a positive weight per class, and one of ignored pixels"
+            )
         return replace(self, values=values, ignore=next(iter(ignore), None))
 
     def configured(self, options: Any) -> Segmentation:

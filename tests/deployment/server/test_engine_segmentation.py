@@ -36,9 +36,9 @@ def evaluated(place):
 
 
 def test_sites_give_the_numbers_of_the_simulation(options, tmp_path):
-    result, _ = compare(tmp_path, **options, class_weights="balanced", loss="ce+dice:0.5")
+    result, place = compare(tmp_path, **options, class_weights="balanced", loss="ce+dice:0.5")
     assert {"dice", "dice/bright", "iou/dark", "dice_pooled", "accuracy"} <= set(result.summary)
-    found = evaluated(LoopPlace(tmp_path, {**options, "class_weights": "balanced", "loss": "ce+dice:0.5"}))
+    found = evaluated(place)
     for client in result.clients:
         for name in ("dice", "loss"):
             assert found[client["client"], name] == pytest.approx(client[name], rel=1e-6)
