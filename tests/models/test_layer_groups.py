@@ -13,14 +13,14 @@ from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
 
 
-def groups_of(module, shape=(3, 32, 32), classes=10):
-    spec = ModelSpec(module, shape, classes)
+def groups_of(module, shape=(3, 32, 32), classes=10, per_pixel=False):
+    spec = ModelSpec(module, shape, classes, per_pixel=per_pixel)
     return spec, layer_groups(spec)
 
 
 @pytest.mark.parametrize("name", [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)])
 def test_groups_hold_every_number_once_and_end_with_the_head(name):
-    spec, groups = groups_of(build_model(name, (3, 32, 32), 10))
+    spec, groups = groups_of(build_model(name, (3, 32, 32), 10), per_pixel=MODELS[name].pixels)
     for size, slices in (
         (spec.size, [s for g in groups for s in g.slices]),
         (sum(spec.buffer_sizes), [s for g in groups for s in g.buffers]),

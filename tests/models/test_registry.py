@@ -18,6 +18,7 @@ from unskew.models.zoo.cnn import CNNA
 from unskew.models.zoo.resnet import PaddedShortcut, ResNet20
 
 BUILT = [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)]
+CLASSIFIERS = [name for name in BUILT if not MODELS[name].pixels]
 SHAPES = [(1, 8, 8), (1, 28, 28), (3, 32, 32)]
 SMALL = (1, 8, 8)
 
@@ -45,6 +46,7 @@ def _seed():
         ("resnet20", (3, 32, 32), 10, {"shortcut": "1x1"}, 272_474),
         ("resnet20", (3, 32, 32), 10, {"shortcut": "none"}, 269_722),
         ("mlp", (1, 28, 28), 10, {}, 199_210),
+        ("unet", (3, 64, 64), 4, {}, 118_964),
         ("logistic", (60,), 10, {}, 610),
     ],
 )
@@ -58,7 +60,7 @@ def test_resnet20_splits_into_the_papers_body_and_head():
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", BUILT)
+@pytest.mark.parametrize("name", CLASSIFIERS)
 def test_logits_are_the_head_of_the_features(name, shape):
     model = build_model(name, shape, 7).eval()
     x = torch.randn(2, *shape)
@@ -95,7 +97,8 @@ def test_vmap_over_two_models_equals_the_loop(name, options):
         for module in model.modules():
             if isinstance(module, nn.Dropout):  # Dropout differs between the two by its nature.
                 module.eval()
-    x, y = torch.randn(2, 4, *SMALL), torch.randint(3, (2, 4))
+    sides = SMALL[1:] if MODELS[name].pixels else ()
+    x, y = torch.randn(2, 4, *SMALL), torch.randint(3, (2, 4, *sides))
     # Clones, so that the running statistics which vmap writes are not those of the loop.
     params, buffers = stack_module_state(models)
     buffers = {name: buffer.clone() for name, buffer in buffers.items()}

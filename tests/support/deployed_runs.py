@@ -8,6 +8,7 @@ import torch
 import unskew
 from support.federations import QUICK as KNOWN
 from support.sites import TINY, deployed
+from unskew.tasks.registry import TASKS
 
 QUICK = {
     **KNOWN,
@@ -98,6 +99,8 @@ def bytes_of_sums(place):
             columns, constants, weights = (
                 json.loads(frame.config[name]) for name in ("columns", "constants", "weights")
             )
+            task = TASKS[frame.config["task"]]
+            constants = constants if task.standardized or task.fits else {}  # others come from the configuration
             sizes = [compact(one["values"]) if one["kind"] == "category" else 16 for one in columns]
             settled[client] = sum(sizes) + 8 * len(weights) * balanced + 8 * sum(map(len, constants.values()))
     return {"up": up, "down": down + sum(settled.values())}

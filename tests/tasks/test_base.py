@@ -11,6 +11,10 @@ CASES = {
     "classification": (torch.randn(7, 4, generator=DRAWS), torch.randint(0, 4, (7,), generator=DRAWS)),
     "multilabel": (torch.randn(7, 4, generator=DRAWS), torch.randint(0, 2, (7, 4), generator=DRAWS)),
     "regression": (torch.randn(7, 2, generator=DRAWS), torch.randn(7, 2, generator=DRAWS)),
+    "segmentation": (
+        torch.randn(7, 3, 4, 5, generator=DRAWS),
+        torch.randint(0, 3, (7, 4, 5), generator=DRAWS).to(torch.uint8),
+    ),
     "language": (torch.randn(7, 5, 9, generator=DRAWS), torch.randint(-1, 9, (7, 5), generator=DRAWS)),
 }
 

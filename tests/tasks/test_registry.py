@@ -130,7 +130,7 @@ def test_a_new_task_runs_from_arrays_with_every_method_that_needs_no_more_than_i
     unknown = "loss=mae requires regression, but the task of arrays is counts"
     with pytest.raises(ConfigError, match=unknown):
         unskew.run(fed, **TINY, loss="mae")
-    with pytest.raises(ConfigError, match="metrics=auroc needs one class per sample"):
+    with pytest.raises(ConfigError, match="metrics=auroc requires classification, but the task of arrays is counts"):
         unskew.run(fed, **TINY, metrics=["auroc"])
     with pytest.raises(DataError, match="The counts of client 1 must be one non-negative number"):
         unskew.Federation.from_arrays([clients[0], (clients[1][0], -clients[1][1])], test=clients[0], task="counts")

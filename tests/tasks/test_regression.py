@@ -112,8 +112,8 @@ def test_all_others_train(fed, name):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"class_weights": "balanced"}, "one class per sample"),
-        ({"metrics": "auroc"}, "one class per sample"),
+        ({"class_weights": "balanced"}, "class_weights require classification or segmentation"),
+        ({"metrics": "auroc"}, "metrics=auroc requires classification"),
         ({"loss": "huber:0"}, "above 0"),
     ],
 )

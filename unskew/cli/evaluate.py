@@ -45,7 +45,8 @@ def evaluate(
 
     Options:
         run: Folder of a finished run.
-        rows: A .csv, .jsonl or .parquet file with labels, or a folder with one folder of images per class.
+        rows: A .csv, .jsonl or .parquet file with labels, a folder with one folder of images per class, or one with the
+            folders images and masks.
         by: Column, such as hospital; also compute metrics for each of its values.
         out: Write the metrics to this .csv or .jsonl file.
         no_intervals: Compute no 95 % intervals.

@@ -44,12 +44,12 @@ def predict(
     trust_code: TrustCode = False,
     as_json: AsJson = False,
 ) -> None:
-    """Predict labels and probabilities, or numbers, for new rows, images or texts with a trained model.
+    """Predict labels and probabilities, numbers, or masks, for new rows, images or texts with a trained model.
 
     Options:
         run: Folder of a finished run.
         rows: A .csv, .jsonl or .parquet file, an image, or a folder of images.
-        out: Write all predictions to this .csv or .jsonl file.
+        out: Write all predictions to this .csv or .jsonl file; masks are PNG files in a folder next to it.
         keep: Columns of INPUT to repeat next to the predictions: patient_id,ward.
         threshold: Minimum probability to predict the positive one of two classes.
         horizons: Times until which the risk of a survival model is written: 180,365.
@@ -70,7 +70,7 @@ def predict(
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
     inputs, task = predictor.inputs, predictor.inputs.objective
-    numbers = task.output_kind != "probabilities"
+    numbers = task.output_kind != "probabilities" or task.pixels
     predicted = task.predicted_columns(outputs, inputs.names, inputs.label, parse_times(horizons), curve)
     titles = [*predicted]
     labels = predictor.labels(outputs, threshold)
@@ -79,9 +79,15 @@ def predict(
         for row in unknown.rows:
             strange.setdefault(row, []).append(unknown.column)
     chosen = {} if numbers else {f"predicted_{inputs.label or 'label'}": labels}
+    files = {}
+    if task.pixels and out is not None:
+        from unskew.serving.mask_files import write_masks
+
+        files = {"mask": write_masks(labels, read, out.with_name(f"{out.stem}-masks"))}
     own: dict[str, Sequence[Any]] = {
         "row": read.names,
         **chosen,
+        **files,
         **{title: [rounded(value) for value in values] for title, values in predicted.items()},
         **({"unknown": [strange.get(name, []) for name in read.names]} if strange else {}),
     }
@@ -121,7 +127,8 @@ def predict(
             soft_wrap=True,
         )
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
-    where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
+    every = "and the masks as PNG files" if task.pixels else "with every probability"
+    where = f"All rows are in {out}." if out is not None else f"--out FILE writes all rows, {every}."
     console.print(f"{more}{where}", highlight=False, soft_wrap=True)
 
 

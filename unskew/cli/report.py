@@ -30,7 +30,7 @@ def report(
     Options:
         runs: Run folders, comparison folders, or folders that contain such folders.
         out: File to write; by default report.html in the folder, or in the current folder for several folders.
-        images: Show generated images next to real images of the clients.
+        images: Show generated images next to real images of the clients, and test images with their masks.
         title: Title of the page.
     """
     from unskew.cli.progress import progress_while_waiting

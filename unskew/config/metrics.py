@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import AfterValidator
 
 from unskew.errors import short_repr, unknown_name
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL
+from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, RECALL
 
 AUTO = "auto"
 """Objective that means the task's primary metric."""
@@ -46,15 +46,15 @@ def validate_metric(value: MetricLike) -> MetricLike:
     """
     from unskew.tasks.registry import TASKS  # imports NumPy, which the default configuration does not need
 
+    requestable = [name for task in TASKS.values() for name in task.requestable]
     if not is_custom_metric(value):
-        known = dict.fromkeys(name for task in TASKS.values() for name in task.requestable)
-        if value not in known:
-            raise ValueError(unknown_name("metric", str(value), known).rstrip("."))
+        if value not in requestable:
+            raise ValueError(unknown_name("metric", str(value), requestable).rstrip("."))
         return value
     if not isinstance(value, str) and not (inspect.isfunction(value) or inspect.isbuiltin(value)):
         raise ValueError(f"the metric {short_repr(value)} must be a function f(y_true, scores); define one with def")
     name = metric_name(value)
-    if not name.isidentifier() or name in KNOWN_METRICS or name == "recall":
+    if not name.isidentifier() or name in KNOWN_METRICS or name in requestable:
         taken = "is the name of a built-in metric" if name.isidentifier() else "is not a valid name"
         raise ValueError(
             f"the metric {short_repr(metric_reference(value))} is named {name!r}, which {taken}; choose another name"
@@ -74,8 +74,7 @@ def validate_objective(value: MetricLike) -> MetricLike:
     if is_custom_metric(value):
         return validate_metric(value)
     known = (AUTO, *KNOWN_METRICS)
-    base = str(value).partition("/")[0]
-    if value not in known and not str(value).startswith(RECALL) and base not in known and not base.isidentifier():
+    if value not in known and not str(value).startswith(METRIC_PREFIXES) and not str(value).isidentifier():
         raise ValueError(unknown_name("objective", str(value), known).rstrip("."))
     return value
 

@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Generator, Tensor
 
 from unskew.seeding import fold, uniform
+from unskew.tasks.base import OUTSIDE
 
 
 def draw_crop_and_flip(n: int, padding: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -38,8 +39,8 @@ def keyed_crop_and_flip(key: Tensor, n: int, padding: int) -> tuple[Tensor, Tens
     return offsets, uniform(fold(key, 2), (n,)) < 0.5
 
 
-def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -> Tensor:
-    """Pad images with zeros, crop each to its original size at its own offset, and flip the selected ones horizontally.
+def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4, fill: int = 0) -> Tensor:
+    """Pad images, crop each to its original size at its own offset, and flip the selected ones horizontally.
 
     Apply this before normalization, while zero is black.
 
@@ -48,7 +49,8 @@ def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -
         offsets: Top-left corner of each crop in the padded image, ``[B, 2]``, from 0 to ``2 * padding``; the value
             ``padding`` does not shift the image.
         flips: Mask of the images to flip left to right, ``[B]``.
-        padding: Number of zero pixels added on each side.
+        padding: Number of pixels added on each side.
+        fill: Value of these pixels.
 
     Returns:
         Images ``[B, C, H, W]`` in channels-last memory format.
@@ -58,7 +60,7 @@ def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -
     tensor([[[[1., 2., 0.]]]])
     """
     batch, channels, height, width = x.shape
-    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, padding, padding, padding, padding))
+    padded = F.pad(x.permute(0, 2, 3, 1), (0, 0, padding, padding, padding, padding), value=fill)
     tall, wide = height + 2 * padding, width + 2 * padding
     column = torch.arange(width, device=x.device)
     rows = offsets[:, :1] + torch.arange(height, device=x.device)
@@ -68,3 +70,22 @@ def crop_and_flip(x: Tensor, offsets: Tensor, flips: Tensor, padding: int = 4) -
     pixels = ((image[:, None] * tall + rows)[:, :, None] * wide + columns[:, None, :]).reshape(-1)
     out = padded.reshape(-1, channels).index_select(0, pixels)
     return out.view(batch, height, width, channels).permute(0, 3, 1, 2)
+
+
+def crop_and_flip_samples(
+    x: Tensor, y: Tensor, offsets: Tensor, flips: Tensor, padding: int, pixels: bool
+) -> tuple[Tensor, Tensor]:
+    """Crop and flip images as ``crop_and_flip`` does, and their targets if these are masks.
+
+    Args:
+        x: Images, ``[B, C, H, W]``.
+        y: Targets; masks ``[B, H, W]``, whose added pixels have no truth, if ``pixels``.
+        offsets: Offsets of the crops, ``[B, 2]``.
+        flips: Images to flip, ``[B]``.
+        padding: Number of pixels added on each side.
+        pixels: Whether targets are one class per pixel.
+    """
+    x = crop_and_flip(x, offsets.to(x.device), flips.to(x.device), padding)
+    if pixels:
+        y = crop_and_flip(y[:, None], offsets.to(y.device), flips.to(y.device), padding, OUTSIDE)[:, 0]
+    return x, y

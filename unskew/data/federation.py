@@ -72,7 +72,7 @@ class Federation:
         clients: Sequence of ``ClientData``; it may load a client's data lazily, when the client is sampled.
         test: Inputs ``[n, ...]`` and targets ``[n]`` (multi-label, language: ``[n, L]``) of the global test set.
         server: Data at the server, or None.
-        task: ``"classification"``, ``"multilabel"``, ``"language"`` or ``"regression"``.
+        task: ``"classification"``, ``"multilabel"``, ``"language"``, ``"regression"`` or ``"segmentation"``.
         classes: Number of classes ``C``, labels ``L``, tokens, or regression targets, depending on the task.
         normalization: Normalization applied to every batch on the training device; None leaves inputs unchanged.
         class_names: Names of the classes or labels, in order.
@@ -231,7 +231,8 @@ class Federation:
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
                 padding, and ``y`` has the tokens that follow those of ``x``. ``"survival"``: ``y`` is ``[n, 2]``, the
-                time, and 1 for an event or 0 if the row is censored.
+                time, and 1 for an event or 0 if the row is censored. ``"segmentation"``: ``y`` is the class of each
+                pixel, ``[n, H, W]`` or for volumes ``x [n, C, D, H, W]`` ``[n, D, H, W]``; 255 has no truth.
             classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
                 that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
@@ -295,7 +296,7 @@ class Federation:
                         "classes than occur in these data, set classes=."
                     )
             else:
-                classes = objective.num_outputs(in_domain)
+                classes = (len(class_names) if objective.pixels else 0) or objective.num_outputs(in_domain)
         else:
             check_integer(classes, "classes", least=2 if one_class else 1)
         check_client_targets(readers, ys, classes, task)
@@ -305,6 +306,8 @@ class Federation:
         offsets = readers.offsets
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
+        if objective.pixels:
+            objective = objective.named(class_names or tuple(map(str, range(classes))))
         trained_for: Task | None = None if objective == TASKS[task] else objective
         stats_traffic = None
         if objective.standardized or objective.fits:

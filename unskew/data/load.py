@@ -24,13 +24,14 @@ from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
 from unskew.data.shift import with_shift
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import DataSpec, Split, TextSpec, is_table, parse_shift, parse_split
+from unskew.data.spec import DataSpec, SegmentationSpec, Split, TextSpec, is_table, parse_shift, parse_split
 from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, abbreviate
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
+from unskew.tasks.segmentation import Segmentation
 
 LOG = logging.getLogger("unskew")
 
@@ -194,7 +195,17 @@ def load_source_for(spec: DataSpec) -> Source:
         classes=spec.max_classes,
         choice=choice,
         csv=spec.csv.spec,
+        masks=Segmentation().configured(spec.segmentation),
     )
+    pixels = source.objective.pixels
+    if not pixels and (choice.masks or spec.segmentation != SegmentationSpec()):
+        option = "task=segmentation" if choice.masks else "The section segmentation"
+        raise ConfigError(
+            f"{option} requires masks: masks:PATH, a table with image and mask columns, or arrays with y [n, height, width]. "
+            f"{source.name} has none."
+        )
+    if pixels and spec.task not in ("auto", source.task):
+        raise ConfigError(f"task={spec.task} is not the task of {source.name}, which has masks. Remove it.")
     if spec.image_size is not None and source.train.x.dim() != 4:
         raise ConfigError(
             f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."

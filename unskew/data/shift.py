@@ -15,6 +15,8 @@ from unskew.data.readers.tables import SampleTable
 from unskew.data.spec import Shift
 from unskew.errors import DataError
 from unskew.seeding import numpy_generator
+from unskew.tasks.base import OUTSIDE
+from unskew.tasks.registry import TASKS
 
 
 def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:
@@ -33,24 +35,38 @@ def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:
         raise DataError(
             f"shift={shift.kind} requires inputs that are {required}, which those of {drawn.spec.data} are not."
         )
-    shifted = allocate_inputs(len(drawn.rows), x)
+    shifted, y = allocate_inputs(len(drawn.rows), x), drawn.train.y[drawn.rows]
     for k in range(parts.clients):
         part = slice(int(parts.offsets[k]), int(parts.offsets[k + 1]))
         inputs, amount = x[drawn.rows[part]], shift.amount(k, parts.clients)
         shifted[part] = rotated(inputs, amount) if shift.kind == "rotate" else noisy(inputs, amount, drawn.seed, k)
-    train = SampleTable(shifted, drawn.train.y[drawn.rows], {})
+        if shift.kind == "rotate" and TASKS[drawn.source.task].pixels:
+            y[part] = rotated_masks(y[part], amount)
+    train = SampleTable(shifted, y, {})
     source = replace(drawn.source, train=train)  # its normalization is that of the shifted inputs
     return replace(drawn, source=source, train=train, rows=torch.arange(len(shifted)))
 
 
-def rotated(images: Tensor, angle: float) -> Tensor:
-    """Rotate images counterclockwise around their center, with bilinear interpolation and zeros outside.
+def rotated_masks(y: Tensor, angle: float) -> Tensor:
+    """Rotate masks as ``rotated`` does with their images, with the nearest class; pixels outside have no truth.
+
+    Args:
+        y: Class of each pixel, ``[n, H, W]``.
+        angle: Angle in degrees.
+    """
+    turned = rotated(y.to(torch.int16)[:, None] + 1, angle, "nearest")[:, 0] - 1
+    return torch.where(turned < 0, OUTSIDE, turned).to(y.dtype)
+
+
+def rotated(images: Tensor, angle: float, mode: str = "bilinear") -> Tensor:
+    """Rotate images counterclockwise around their center, with zeros outside.
 
     Multiples of 90 degrees are exact for square images.
 
     Args:
         images: Images, ``[n, C, H, W]``.
         angle: Angle in degrees.
+        mode: Interpolation, as in ``torch.nn.functional.grid_sample``.
     """
     height, width = images.shape[2:]
     if angle % 90 == 0 and height == width:
@@ -62,7 +78,7 @@ def rotated(images: Tensor, angle: float) -> Tensor:
     for first in range(0, len(images), 1000):  # bounds the memory of the copy in float32
         chunk = images[first : first + 1000].float()
         grid = affine_grid(matrix.expand(len(chunk), 2, 3), list(chunk.shape), align_corners=False)
-        turned = grid_sample(chunk, grid, align_corners=False)
+        turned = grid_sample(chunk, grid, mode, align_corners=False)
         result[first : first + 1000] = turned if images.is_floating_point() else turned.round()
     return result
 

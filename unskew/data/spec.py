@@ -186,13 +186,23 @@ def known_task(task: str) -> str:
         return task
     from unskew.tasks.registry import TASKS
 
-    if task not in (names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels)]):
+    if task not in (
+        names := ["auto", *(name for name, other in TASKS.items() if other.numeric_labels or other.pixels)]
+    ):
         raise ValueError(f"it must be {' or '.join(map(repr, names))}")
     return task
 
 
 PositiveTime = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 """Time after 0."""
+
+
+def _split_numbers(value: Any) -> Any:
+    return value.split(",") if isinstance(value, str) else value
+
+
+GrayValue = Annotated[int, Field(ge=0, le=255)]
+"""Gray value of a pixel."""
 ColumnName = Annotated[str, AfterValidator(unquote)]
 """Name of one column."""
 ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
@@ -208,6 +218,17 @@ class TextSpec(Section):
     """Name on the Hugging Face Hub, a folder, ``words`` or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
+
+
+class SegmentationSpec(Section):
+    """Classes of the pixels of masks."""
+
+    classes: ColumnNames = ()
+    """Names of the classes, such as ``background,vessel``; the first is the background."""
+    values: Annotated[tuple[GrayValue, ...], BeforeValidator(_split_numbers)] = ()
+    """Gray value of each class in the masks; if empty, 0 to C - 1, or 0 and 255 for two classes."""
+    ignore: GrayValue | None = None
+    """Gray value of pixels without truth, which count neither in the loss nor in metrics."""
 
 
 class HarmonizeSpec(Section):
@@ -304,8 +325,8 @@ class DataSpec(Section):
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
     task: Annotated[str, AfterValidator(known_task), DATA] = "auto"
-    """``regression`` predicts the numbers of one or more label columns, ``survival`` the time until an event; ``auto`` infers
-    the task from the label column."""
+    """``regression`` predicts the numbers of one or more label columns, ``survival`` the time until an event, and
+    ``segmentation`` the class of each pixel; ``auto`` infers the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to
     their values; secure aggregation needs it."""
@@ -321,7 +342,7 @@ class DataSpec(Section):
     csv: CsvConfig = CsvConfig()
     """Format of CSV files, if detection fails."""
     image_size: Annotated[int, Field(ge=1, le=4096)] | None = None
-    """Side length in pixels to which all images are resized, including the server's; None leaves them unchanged."""
+    """Side length in pixels to which all images and masks are resized, including the server's; None leaves them unchanged."""
     max_classes: Annotated[int, Field(ge=2)] | None = None
     """Use only samples of the first classes, up to this number of classes."""
     max_train_samples: Annotated[int, Field(ge=1)] | None = None
@@ -342,6 +363,8 @@ class DataSpec(Section):
     """Folder with the files of that other data source."""
     text: TextSpec = TextSpec()
     """Columns and tokenizer of texts; a list of columns is accepted, too."""
+    segmentation: SegmentationSpec = SegmentationSpec()
+    """Classes of the pixels of masks."""
     harmonize: HarmonizeSpec = HarmonizeSpec()
     """Harmonization of sites; ``combat`` alone is accepted, too."""
     survival: SurvivalSpec = SurvivalSpec()

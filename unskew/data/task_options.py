@@ -10,7 +10,6 @@ import numpy as np
 from unskew.data.column_statistics import NUMBER, balanced_class_weights
 from unskew.data.federation import Federation
 from unskew.errors import ConfigError
-from unskew.tasks.classification import Classification
 from unskew.tasks.registry import TASKS, has_loss
 
 
@@ -36,13 +35,12 @@ def apply_task_options(
         if not has_loss(objective, loss):
             others = " or ".join(name for name, task in TASKS.items() if has_loss(task, loss))
             raise ConfigError(f"loss={loss} requires {others}, but the task of {federation.name} is {federation.task}.")
-        return replace(federation, trained_for=objective.with_loss(loss))
+        federation = replace(federation, trained_for=objective.with_loss(loss))
     if class_weights is None:
         return federation
-    if "one_class" not in objective.provides:
-        raise ConfigError(
-            f"class_weights require one class per sample, but the task of {federation.name} is {federation.task}."
-        )
+    if not objective.weighted:
+        others = " or ".join(name for name, task in TASKS.items() if task.weighted)
+        raise ConfigError(f"class_weights require {others}, but the task of {federation.name} is {federation.task}.")
     traffic = federation.stats_traffic
     if isinstance(class_weights, str):
         weights = balanced_class_weights(federation.class_counts().sum(0) if counts is None else counts)
@@ -52,4 +50,4 @@ def apply_task_options(
         weights = tuple(class_weights)
         if len(weights) != federation.classes:
             raise ConfigError(f"class_weights has {len(weights)} weights, but there are {federation.classes} classes.")
-    return replace(federation, trained_for=Classification(weights), stats_traffic=traffic)
+    return replace(federation, trained_for=federation.objective.with_weights(weights), stats_traffic=traffic)

@@ -153,8 +153,8 @@ def normalize_inputs_layout(values: object, who: str, checked: bool = True) -> T
     """
     x = as_tensor(values, f"The inputs of {who} are not a numeric array")
     shape = x.shape
-    if not 2 <= len(shape) <= 4 or (shape[0] and 0 in shape):
-        raise DataError(f"The inputs of {who} have shape {tuple(shape)}; expected [n, features] or images.")
+    if not 2 <= len(shape) <= 5 or (shape[0] and 0 in shape):
+        raise DataError(f"The inputs of {who} have shape {tuple(shape)}; expected [n, features], images, or volumes.")
     if shape[0] == 0:
         raise DataError(f"The data of {who} is empty. At least one sample is needed.")
     if checked:

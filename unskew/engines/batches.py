@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-from unskew.data.augment import crop_and_flip, draw_crop_and_flip
+from unskew.data.augment import crop_and_flip_samples, draw_crop_and_flip
 from unskew.data.normalization import Normalization
 from unskew.errors import DataError
 from unskew.protocol.training_config import Training
@@ -82,12 +82,17 @@ class BatchPlan:
         assert self.augmentation is not None, "this plan does not augment images"
         return [draw_crop_and_flip(len(batch), PADDING, self.augmentation) for batch in self.batches]
 
-    def augment(self, x: Tensor) -> Tensor:
-        """Crop and flip the images of the next step; must be called once per step, in order."""
+    def augment(self, x: Tensor, y: Tensor, pixels: bool) -> tuple[Tensor, Tensor]:
+        """Crop and flip the images of the next step; must be called once per step, in order.
+
+        Args:
+            x: Inputs of the step, ``[B, ...]``; others than images stay unchanged.
+            y: Targets of the step.
+            pixels: Whether targets are masks, which move with their images.
+        """
         if self.augmentation is None or x.dim() != 4:
-            return x
-        offsets, flips = draw_crop_and_flip(len(x), PADDING, self.augmentation)
-        return crop_and_flip(x, offsets.to(x.device), flips.to(x.device), PADDING)
+            return x, y
+        return crop_and_flip_samples(x, y, *draw_crop_and_flip(len(x), PADDING, self.augmentation), PADDING, pixels)
 
 
 def draw_poisson_batch(uniform: Tensor, size: int) -> tuple[Tensor, Tensor]:
@@ -145,8 +150,6 @@ class InputNormalizer:
         x = x.to(self.device, non_blocking=True).to(self.dtype)
         if self.factor is None:
             return x
-        flat = (x.permute(0, 2, 3, 1) if x.dim() == 4 else x).reshape(len(x), -1)
+        flat = x.movedim(1, -1).reshape(len(x), -1)
         normal = torch.addcmul(self.offset, flat, self.factor)
-        if x.dim() != 4:
-            return normal.view(x.shape)
-        return normal.view(len(x), *x.shape[2:], x.shape[1]).permute(0, 3, 1, 2)
+        return normal.view(len(x), *x.shape[2:], x.shape[1]).movedim(-1, 1)

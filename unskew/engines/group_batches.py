@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from unskew.data.augment import crop_and_flip
+from unskew.data.augment import crop_and_flip_samples
 from unskew.data.clients import ArrayClients, take_rows
 from unskew.engines.base import EngineConfig
 from unskew.engines.batches import PADDING, BatchPlan
@@ -47,7 +47,7 @@ class GroupBatches:
 
     def __init__(self, setup: EngineConfig, numbers: Sequence[int], plans: Sequence[BatchPlan]):
         source = setup.federation.clients
-        self.device = setup.device
+        self.device, self.pixels = setup.device, setup.task.pixels
         self.shared = source if isinstance(source, ArrayClients) and source.in_array else None
         self.clients = [] if self.shared is not None else [source[number] for number in numbers]
         data_device = self.clients[0].y.device if self.shared is None else self.shared.y.device
@@ -139,5 +139,5 @@ class GroupBatches:
             x = torch.cat([take_rows(client.x, index) for client, index in chosen])
             y = torch.cat([client.y.index_select(0, index) for client, index in chosen])
         if group.augmentation is not None:
-            x = crop_and_flip(x, *group.augmentation, PADDING)
+            x, y = crop_and_flip_samples(x, y, *group.augmentation, PADDING, self.pixels)
         return x, torch.unflatten(y, 0, (len(group.clients), -1)).to(self.device)

@@ -287,10 +287,12 @@ class LocalTrainer:
             checkpoint = TrainingCheckpoint(store, setup.rules, carries, self.model, plan)
             first, v, moments, total = checkpoint.restore(v, moments, total)
         for step, index in enumerate(plan.batches[first:], first):
-            x = self.inputs.normalize(plan.augment(take_rows(client.x, index)))
+            x, y = take_rows(client.x, index), client.y.index_select(0, index)
+            x, y = plan.augment(x, y, setup.task.pixels)
+            x, y = self.inputs.normalize(x), y.to(device)
             at = torch.tensor(step)
             now = training.at(broadcast.round, step)
-            y, own_key = client.y.index_select(0, index).to(device), fold(key, at) if self.model.stream else key
+            own_key = fold(key, at) if self.model.stream else key
             weight = None if plan.weights is None else plan.weights[step].to(device)
             batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
             trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)

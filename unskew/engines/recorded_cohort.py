@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from unskew.data.augment import crop_and_flip
+from unskew.data.augment import crop_and_flip_samples
 from unskew.engines.batches import PADDING
 from unskew.engines.client_axis import Tree, select_rows
 from unskew.engines.group_batches import GroupBatches, StepKind
@@ -191,7 +191,7 @@ class RecordedKind:
         data, index = steps.setup.federation.clients, row.get("positions")
         x, y = data.take(row["rows"]), data.y.index_select(0, row["rows"])  # type: ignore[attr-defined]
         if "offsets" in row:
-            x = crop_and_flip(x, row["offsets"], row["flips"], PADDING)
+            x, y = crop_and_flip_samples(x, y, row["offsets"], row["flips"], PADDING, steps.setup.task.pixels)
         keys = select_rows(cohort.keys, index)
         batch = steps.batch(x, torch.unflatten(y, 0, (len(keys), -1)), row["step"], keys)
         batch = batch._replace(lr=row.get("rate", steps.setup.training.lr), weight=row.get("weights"))

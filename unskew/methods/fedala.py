@@ -54,9 +54,7 @@ class FedALA(ClientRule):
     name: ClassVar[str] = "fedala"
     summary: ClassVar[str] = "clients train from a learned mixture of their own head and the global one"
     paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2212.01197"
-    tasks_reason: ClassVar[str] = (
-        "it computes the head alone, and language models share its weights with their first layer"
-    )
+    tasks_reason: ClassVar[str] = "it computes the head alone from one feature vector per sample"
     needs = ("vector", "final_training", "whole_updates")
     trains_alone: ClassVar[bool] = True
     has_personal_model: ClassVar[bool] = True

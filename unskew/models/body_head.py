@@ -12,15 +12,15 @@ from unskew.errors import ConfigError
 
 
 def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
-    """Return the name of the head: ``head`` if given, otherwise the last linear layer in ``used``.
+    """Return the name of the head: ``head`` if given, otherwise the last linear layer or 1x1 convolution in ``used``.
 
     Args:
         module: The model.
-        head: Name of the head; None chooses the last linear layer.
+        head: Name of the head; None chooses the last linear layer, or without one the last 1x1 convolution.
         used: Names of the modules in order of first use.
 
     Raises:
-        ConfigError: If the module does not exist, or the model has no linear layer.
+        ConfigError: If the module does not exist, or the model has no such layer.
     """
     modules = dict(module.named_modules())
     if head is not None:
@@ -28,13 +28,18 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
             names = ", ".join(filter(None, modules))
             raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {names}.")
         return head
-    linear = [n for n in used if isinstance(modules[n], nn.Linear)]
-    linear = linear or [n for n, m in modules.items() if isinstance(m, nn.Linear)]
-    if linear:
-        return linear[-1]
-    if isinstance(module, nn.Linear):
-        return ""
-    raise ConfigError("The model has no linear layer to use as head. Choose a module with head='module.name'.")
+    for is_head in (lambda m: isinstance(m, nn.Linear), is_pixelwise):
+        heads = [n for n in used if is_head(modules[n])] or [n for n, m in modules.items() if is_head(m)]
+        if heads:
+            return heads[-1]
+    raise ConfigError(
+        "The model has no linear layer and no 1x1 convolution to use as head. Choose a module with head='module.name'."
+    )
+
+
+def is_pixelwise(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of each pixel: a convolution with a kernel of one pixel."""
+    return isinstance(module, nn.Conv2d | nn.Conv3d) and set(module.kernel_size) == {1}
 
 
 def last_layer(layers: Sequence[str], blocks: str | None) -> tuple[str, ...]:

@@ -26,6 +26,7 @@ from unskew.models.zoo.proportional import Proportional
 from unskew.models.zoo.resnet import ResNet20
 from unskew.models.zoo.tabular import TableMLP
 from unskew.models.zoo.text import TextMLP
+from unskew.models.zoo.unet import UNet
 from unskew.option_parsing import import_from_path
 
 ModelLike = str | nn.Module | Callable[..., nn.Module]
@@ -46,6 +47,7 @@ class ModelEntry:
         reference: Paper of the model.
         pretrained: Whether the weights come from the Hugging Face Hub (needs the extra ``transformers``).
         texts: Whether inputs are token ids.
+        pixels: Whether outputs are one class per pixel.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ModelEntry:
     reference: str
     pretrained: bool = False
     texts: bool = False
+    pixels: bool = False
 
 
 MODELS: dict[str, ModelEntry] = {
@@ -119,6 +122,13 @@ MODELS: dict[str, ModelEntry] = {
             "Pooled embeddings of a text's words and pairs of words, and a linear layer; needs no download",
             "Joulin et al. 2016, arXiv:1607.01759",
             texts=True,
+        ),
+        ModelEntry(
+            "unet",
+            UNet,
+            "U-Net with group norm for segmentation of images and volumes; one class per pixel",
+            "Ronneberger, Fischer, Brox 2015, arXiv:1505.04597",
+            pixels=True,
         ),
         ModelEntry(
             "resnet-18",

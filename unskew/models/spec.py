@@ -69,11 +69,12 @@ class ModelSpec:
             constants: they are not part of the vector, and all copies of the model share them.
         shape: Shape of one input, channels first.
         classes: Required number of logits.
-        head: Name of the head module; by default the last linear layer that a forward pass uses.
+        head: Name of the head module; by default the last linear layer, or 1x1 convolution, that a forward pass uses.
         dtype: Data type of the vector.
         input_dtype: Data type of inputs (token ids are int64); by default ``dtype``.
         autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
         per_token: Logits are ``[B, L, V]`` for inputs ``[B, L]``, with ``V`` at least ``classes``: a language model.
+        per_pixel: Logits are ``[B, C, *sides]`` for inputs ``[B, channels, *sides]``.
 
     Raises:
         ConfigError: If the model does not accept inputs of this shape, or its output or head do not fit.
@@ -134,6 +135,7 @@ class ModelSpec:
         input_dtype: torch.dtype | None = None,
         autocast: bool = False,
         per_token: bool = False,
+        per_pixel: bool = False,
     ):
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
@@ -144,7 +146,7 @@ class ModelSpec:
         self.dtype = dtype
         self.input_dtype = input_dtype or dtype
         self.integers = input_dtype == torch.int64
-        self.autocast, self.per_token = autocast, per_token
+        self.autocast, self.per_token, self.per_pixel = autocast, per_token, per_pixel
         self.blocks = getattr(module, "blocks", None)
         self.grouped_model = None
         self.draws_globally, self.unseeded_layer = False, None
@@ -215,7 +217,8 @@ class ModelSpec:
             raise ConfigError(
                 f"The model has {got[-1]} tokens, but the tokenizer of the data has {self.classes}. Use the same tokenizer."
             )
-        expected = (2, *self.shape, got[-1] if got else "V") if self.per_token else (2, self.classes)
+        sides = self.shape[1:] if self.per_pixel else ()
+        expected = (2, *self.shape, got[-1] if got else "V") if self.per_token else (2, self.classes, *sides)
         if got != expected:
             text = ", ".join(map(str, expected))
             raise ConfigError(

@@ -20,8 +20,8 @@ from unskew.reporting.sections import group_content, group_sections, summary_lin
 NAME = "report.html"
 MARK = b'<meta name="generator" content="unskew '
 """Marker near the start of every report; a file without it is not overwritten."""
-REAL_IMAGES = '<table data-name="beside">'
-"""Start of the table that shows real images next to generated ones."""
+REAL_IMAGES = ('<table data-name="beside">', '<table data-name="masks">')
+"""Starts of the tables that show real images next to generated ones, or with their masks."""
 
 
 def report(
@@ -37,7 +37,8 @@ def report(
         runs: One or several run folders, folders of comparisons, folders that contain such folders, or results of
             ``unskew.run`` and ``unskew.compare``.
         out: Output file; None for ``report.html`` in the folder, or in the working directory for several folders.
-        images: Whether to include images: generated ones, and real ones next to them if the data are available.
+        images: Whether to include images: generated ones, real ones next to them, and test images with their masks, if the
+            data are available.
         title: Title of the page; None for data, partition, clients and model.
 
     Returns:
@@ -95,7 +96,8 @@ def check_report_file(file: Path) -> None:
 
 def shows_real_images(file: Path) -> bool:
     """Return whether a report contains real images of clients."""
-    return REAL_IMAGES in file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8", errors="replace")
+    return any(start in text for start in REAL_IMAGES)
 
 
 def render_report(

@@ -17,6 +17,7 @@ from unskew.reporting.label_distribution import label_distributions
 from unskew.reporting.run_description import synthetic_folders
 from unskew.reporting.run_groups import RunGroup
 from unskew.reporting.section_errors import guard_section, section_html
+from unskew.reporting.segmented_images import segmented_images
 from unskew.reporting.site_evaluation import TITLE as EVALUATION
 from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
@@ -85,6 +86,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         (EVALUATION, partial(_evaluation, part, shown["evaluations"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
         (SURVIVAL, partial(_survival, part, shown["survival"], group)),
+        ("Masks of the test set", partial(_masks, part, images)),
         ("Coefficients", partial(_coefficients, part)),
         ("Cost", partial(_costs, part)),
         (MEASUREMENTS, partial(_methods, part, shown["measured"], images)),
@@ -213,6 +215,11 @@ def _survival(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     if len(rows) > 2:
         rows = {"": "all of them, observed", **rows}
     return render_section("survival", kinds=kinds, rows=rows, group=group, count=len(chart_data.best_classifiers(part)))
+
+
+def _masks(part: RunGroup, images: bool) -> str:
+    shown = segmented_images(part) if images else None
+    return "" if shown is None else render_section("masks", entry=shown)
 
 
 def _coefficients(part: RunGroup) -> str:

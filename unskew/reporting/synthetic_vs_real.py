@@ -54,24 +54,39 @@ def _at_hand(run: RunFiles) -> tuple[SyntheticSet, Federation] | None:
     """Load a run's synthetic set and original data, without network access and without code named by the folder."""
     folders = [folder for folder in synthetic_folders(run) if (folder / synthetic_dataset.ABOUT).is_file()]
     folder = folders[0] if folders else None
-    if folder is None or "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
+    federation = None if folder is None else federation_at_hand(run)
+    if folder is None or federation is None:
         return None
     try:
-        with from_cache():
-            names = {*DataSpec.model_fields, "seed"}
-            config = experiment({name: value for name, value in run.config.items() if name in names})
-            federation = federation_of(config.data_spec, config.seed)
         dataset = synthetic_dataset.load(folder)
-    except (UnskewError, OSError, ImportError):
+    except (UnskewError, OSError):
         return None
-    same = federation.fingerprint == run.summary["partition_hash"] and federation.name == run.summary["data"]
     images = federation.test[0].dtype == torch.uint8 and tuple(dataset.x.shape[1:]) == tuple(federation.shape)
     known = (
         len(dataset.y) > 0
         and int(dataset.y.max()) < federation.classes
         and max(dataset.makers) < len(federation.clients)
     )
-    return (dataset, federation) if same and images and known else None
+    return (dataset, federation) if images and known else None
+
+
+def federation_at_hand(run: RunFiles) -> Federation | None:
+    """Load a run's data, without network access and without code named by the folder; None if they are not available.
+
+    Args:
+        run: Files of the run.
+    """
+    if "://" in str(run.config.get("data")) + str(run.config.get("data_path")):
+        return None
+    try:
+        with from_cache():
+            names = {*DataSpec.model_fields, "seed"}
+            config = experiment({name: value for name, value in run.config.items() if name in names})
+            federation = federation_of(config.data_spec, config.seed)
+    except (UnskewError, OSError, ImportError):
+        return None
+    same = federation.fingerprint == run.summary["partition_hash"] and federation.name == run.summary["data"]
+    return federation if same else None
 
 
 def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[ImageRow]:
@@ -90,8 +105,6 @@ def _rows(made: SyntheticSet, federation: Federation, client: int) -> list[Image
 
 def _strip(images: Tensor) -> str:
     """Return images ``[n, C, H, W]`` side by side as a data URI; empty if there are none."""
-    from PIL import Image
-
     if not len(images):
         return ""
     images = resize_images(images, SIDE, SIDE) if max(images.shape[2:]) > SIDE else images
@@ -99,7 +112,18 @@ def _strip(images: Tensor) -> str:
         np.pad(image, ((0, 0), (0, 1), (0, 0)), constant_values=255) for image in images.permute(0, 2, 3, 1).numpy()
     ]
     pixels = np.concatenate(separated, axis=1)[:, :-1]
+    return image_address(pixels, "png" if pixels.shape[2] == 1 else "jpeg")
+
+
+def image_address(pixels: np.ndarray, kind: str = "png") -> str:
+    """Return an image as a data URI.
+
+    Args:
+        pixels: uint8 ``[H, W, C]`` with one or three channels.
+        kind: ``png`` or ``jpeg``.
+    """
+    from PIL import Image
+
     out = io.BytesIO()
-    kind = "png" if pixels.shape[2] == 1 else "jpeg"
-    Image.fromarray(pixels[..., 0] if kind == "png" else pixels).save(out, kind)
+    Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(out, kind)
     return f"data:image/{kind};base64," + base64.b64encode(out.getvalue()).decode()

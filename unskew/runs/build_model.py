@@ -43,7 +43,8 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             DTYPES[config.precision],
             torch.int64 if x.dtype == torch.int64 else None,
             autocast=config.precision == "bf16",
-            per_token="vector" not in federation.objective.provides,
+            per_token=federation.objective.tokens,
+            per_pixel=federation.objective.pixels,
         )
 
     with torch.random.fork_rng(devices=[]):

@@ -147,7 +147,7 @@ class InputSpec(BaseModel):
     @property
     def objective(self) -> Task:
         """Task for which the model was trained."""
-        return TASKS[self.task].with_constants(self.constants, self.classes)
+        return TASKS[self.task].with_constants(self.constants, self.classes).named(self.names)
 
     @property
     def class_weights(self) -> tuple[float, ...]:

@@ -15,8 +15,9 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import RESERVED_METRICS
-from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, missing_classes
+from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, missing_classes
 from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
+from unskew.tasks.registry import TASKS
 
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
@@ -77,10 +78,10 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
-    if odd := [entry for entry in known if entry not in task.requestable]:
-        has = f"which has {', '.join(task.requestable)}" if task.requestable else "which has its own metrics"
-        needed = "one class per sample" if odd[0] in METRICS else "another task"
-        raise ConfigError(f"metrics={odd[0]} needs {needed}, but {where}, {has}.")
+    for entry in known:
+        if entry not in task.requestable:
+            others = " or ".join(name for name, other in TASKS.items() if entry in other.requestable)
+            raise ConfigError(f"metrics={entry} requires {others}, but {where}, which has its own metrics.")
     one_class = "one_class" in task.provides
     two_classes = one_class and len(names) == 2
     if config.positive is not None and not (two_classes and config.positive in names):
@@ -95,7 +96,8 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
         own[name] = metric_function(objective)
     if own and "vector" not in task.provides:
         raise ConfigError(
-            f"The metric {next(iter(own))} needs one value per sample, but {where}. Use loss or perplexity."
+            f"The metric {next(iter(own))} needs one value per sample, but {where}. Use one of loss, "
+            f"{', '.join((*task.extra_metrics, *task.requestable))}."
         )
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.extra_metrics, *own]

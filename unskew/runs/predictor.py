@@ -16,6 +16,8 @@ from unskew.progress import report_progress
 from unskew.runs.input_spec import InputSpec
 
 BATCH = 256
+PIXEL_BATCH = 16
+"""Number of images at once for models of pixels, whose layers keep the sides of the image."""
 PADDING = -1
 
 
@@ -53,7 +55,7 @@ class Predictor:
         return self.outputs(x)
 
     def outputs(self, x: object) -> np.ndarray:
-        """Predict probabilities ``[n, C]``, or regression targets ``[n, T]`` in their original units.
+        """Predict probabilities ``[n, C]``, of each pixel ``[n, C, *sides]``, or numbers ``[n, T]`` in original units.
 
         Args:
             x: Inputs, ``[n, ...]``, in the form of the training data.
@@ -66,11 +68,12 @@ class Predictor:
         ready, transform = self.prepared(x), self.inputs.objective.outputs
         with torch.no_grad():
             parts: list[Tensor] = []
-            for part in torch.split(ready, BATCH):
-                report_progress("predicted", BATCH * len(parts), len(ready))
+            size = PIXEL_BATCH if self.inputs.objective.pixels else BATCH
+            for part in torch.split(ready, size):
+                report_progress("predicted", size * len(parts), len(ready))
                 parts.append(transform(self.module(self.normalize(part))))
         outputs = torch.cat(parts).double()
-        bad = torch.isfinite(outputs).logical_not().any(1).nonzero()
+        bad = torch.isfinite(outputs).logical_not().flatten(1).any(1).nonzero()
         if len(bad):
             raise DataError(
                 f"The outputs of the model are not finite for {len(bad)} of {len(outputs)} inputs (first: input "
@@ -84,7 +87,8 @@ class Predictor:
 
         This is the most probable class; after training with ``class_weights``, rare classes are predicted more often.
         Multi-label tasks return the list of labels with a probability above 0.5. Regression returns the number in its
-        original unit, or a list of numbers if there are several targets.
+        original unit, or a list of numbers if there are several targets. Segmentation returns masks with the gray values of
+        the classes.
         """
         return self.labels(self.outputs(x))
 

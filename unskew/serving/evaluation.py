@@ -10,12 +10,14 @@ import torch
 
 from unskew.data.readers.image_folders import SPLITS
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.masks import classes_of_masks, decode_masks, resize_masks
 from unskew.data.readers.names import clean_name
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
 from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import interval_fields, metric_interval
+from unskew.tasks.segmentation import Segmentation
 
 ALL = "all"
 
@@ -85,12 +87,14 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         ConfigError: If the run does not name a label column.
         DataError: If a column is missing, or the model does not know a class.
     """
+    task = inputs.objective
+    if task.pixels:
+        return masks_of_rows(rows, inputs, path)
     if rows.table is None:  # images are in one folder per class
         folders = [str(name).split("/")[0] if "/" in str(name) else path.absolute().name for name in rows.names]
         label_names, ys = np.unique(folders, return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
-        task = inputs.objective
         for name in inputs.label_columns:
             if name is None:
                 raise ConfigError(
@@ -119,6 +123,28 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
     wide = np.zeros((len(labels), inputs.classes), np.uint8)
     wide[:, index_of] = labels
     return wide
+
+
+def masks_of_rows(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
+    """Return the masks of rows as classes, ``[n, *sides]``.
+
+    Args:
+        rows: Rows of a table, or images with masks.
+        inputs: Input specification of the model.
+        path: Path of the file or folder, for error messages.
+
+    Raises:
+        DataError: If there are no masks, or a mask has a gray value without a class.
+    """
+    label = inputs.label or "mask"
+    if rows.table is None or label not in rows.table.column_names:
+        raise DataError(
+            f"{path} has no masks. Pass a folder with the folders images and masks, or a table with the column {label!r}."
+        )
+    who, task = str(path), Segmentation().with_constants(inputs.constants, inputs.classes).named(inputs.names)
+    gray, names = decode_masks(rows.table.column(label), rows.images, who, rows.folder, inputs.image_size)
+    (y,), _ = classes_of_masks({who: resize_masks(gray, inputs.shape[1:])}, task, lambda _, row: names[row], False)
+    return y.numpy()
 
 
 def nan_to_none(values: dict[str, float]) -> dict[str, float | None]:

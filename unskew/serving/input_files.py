@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from unskew.data.harmonized_source import site_names
+from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_cells, read_typed
 from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
 from unskew.data.readers.image_folders import IMAGES, is_image_file, path_column, visible_files
 from unskew.data.readers.images import decode_column
+from unskew.data.readers.masks import has_masks, mask_tables
 from unskew.data.readers.text import encode_for_classification, pad_rows, row_texts
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.data.spec import TABLES
@@ -57,6 +59,8 @@ class InputRows(NamedTuple):
         unknown: Categories that did not occur in training.
         table: The pyarrow table of the rows; None for images.
         cells: The same table with the cells of a CSV file as written.
+        images: pyarrow column of the encoded images or their paths; None for other inputs.
+        folder: Folder of relative paths of images; None means the current folder.
     """
 
     x: Tensor
@@ -64,6 +68,8 @@ class InputRows(NamedTuple):
     unknown: tuple[UnknownCategories, ...] = ()
     table: Any = None
     cells: Any = None
+    images: Any = None
+    folder: Path | None = None
 
 
 def column_uses(inputs: InputSpec) -> ColumnUses:
@@ -108,14 +114,26 @@ def read_rows(path: Path, inputs: InputSpec, new_site: bool = False) -> InputRow
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs, new_site)
-        return InputRows(x, range(table.num_rows), unknown_categories(table, inputs), table, cells)
+        images = table.column(inputs.image) if inputs.image else None
+        unknown = unknown_categories(table, inputs)
+        return InputRows(x, range(table.num_rows), unknown, table, cells, images, path.parent)
     if inputs.kind != "uint8":
         raise DataError(f"The model needs rows of a table (.csv, .jsonl or .parquet), but {path} is not one.")
+    if inputs.objective.pixels and path.is_dir() and has_masks(path):
+        table = pa.concat_tables([part for part in mask_tables(path) if part is not None], promote_options="permissive")
+        images, names = (
+            table.column("image"),
+            [Path(name).relative_to(path).as_posix() for name in table["image"].to_pylist()],
+        )
+        return InputRows(
+            decode_column(images, str(path), None, inputs.image_size), names, table=table, cells=table, images=images
+        )
     files = [file for file in (visible_files(path) if path.is_dir() else [path]) if is_image_file(file)]
     if not files:
         raise DataError(f"{path} is neither an image nor a folder of images ({', '.join(IMAGES)}).")
     names = [file.relative_to(path).as_posix() if path.is_dir() else file.name for file in files]
-    return InputRows(decode_column(path_column(files), str(path), None, inputs.image_size), names)
+    images = path_column(files)
+    return InputRows(decode_column(images, str(path), None, inputs.image_size), names, images=images)
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:

@@ -121,6 +121,8 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
 def hub_task(opened: OpenedRun) -> str:
     """Return the task name of the Hugging Face hub."""
     task = opened.inputs.objective
+    if task.pixels:
+        return "image-segmentation"
     numbers = "tabular-regression" if task.numeric_labels else PIPELINES[opened.inputs.kind]
     return "text-generation" if task.tokens else numbers
 
@@ -163,7 +165,9 @@ def table_row(row: tuple[str, str, float, float | None]) -> str:
     key, name, mean, std = row
 
     def shown(value: float | None) -> str:
-        return "" if value is None else f"{100 * value:.1f} %" if "accuracy" in key or "r2" in key else f"{value:.4f}"
+        return (
+            "" if value is None else f"{100 * value:.1f} %" if any(name in key for name in SCORES) else f"{value:.4f}"
+        )
 
     return f"| {name} | {shown(mean)} | {shown(std)} |"
 
@@ -281,6 +285,8 @@ def weights_text(opened: OpenedRun, kind: str) -> list[str]:
         return []
     pairs = zip(inputs.names, inputs.class_weights, strict=True)
     weights = ", ".join(f"{escape_markdown(name)} {weight:.4g}" for name, weight in pairs)
+    if inputs.objective.pixels:
+        return [f"Pixels were weighted by class in training: {weights}. The outputs are not corrected for it."]
     remedy = "Divide the probabilities by them and normalize"
     corrected = remedy if kind == "transformers" else "The outputs are corrected"
     return [

@@ -34,7 +34,7 @@ SIZES = (1, 2, 5)
 
 
 class PortableModel(nn.Module):
-    """Module that maps raw inputs (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``.
+    """Module that maps raw inputs (pixels from 0 to 255, columns, token ids) to probabilities ``[B, C]``, or of each pixel.
 
     For tables of mixed columns, a category is the index of its value in ``file_metadata``, from 1, and 0 for unknown
     values; a missing number is NaN. The inputs are float64 if float32 would lose digits of a column. Regression models return
@@ -58,7 +58,7 @@ class PortableModel(nn.Module):
         normalize = InputNormalizer(inputs.known, shape, opened.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)
         if factor is not None and offset is not None:  # for images, one number per channel
-            sides = (shape[0], 1, 1) if len(shape) == 3 else shape
+            sides = (shape[0], *(1,) * (len(shape) - 1)) if len(shape) > 2 else shape
             factor, offset = (part[: int(np.prod(sides))].reshape(sides) for part in (factor, offset))
         self.register_buffer("factor", factor)
         self.register_buffer("offset", offset)
@@ -138,6 +138,7 @@ def file_metadata(opened: OpenedRun) -> dict[str, str]:
     about |= {} if inputs.objective.tokens else {"class_names": inputs.names}
     about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}
     about |= {"class_weights": list(inputs.class_weights)} if inputs.class_weights else {}
+    about |= {"values": list(inputs.constants["values"])} if inputs.objective.pixels and inputs.constants else {}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     columns = [{"name": column.name, "kind": column.kind, "values": list(column.values)} for column in inputs.columns]
     about |= {"columns": columns} if columns else {}

@@ -183,7 +183,7 @@ class Evaluator:
         where = f"held-out samples of {self.federation.client_label(client)}"
         metrics |= self._of_all([logits], y, where, defined=False) if self.metrics or self.task.ranked else {}
         metrics.pop(self.task.scored, None)
-        if "vector" not in self.task.provides:
+        if self.task.tokens:
             return metrics
         return metrics | self._intervals(self.task, self.metrics, logits, y)
 
@@ -249,7 +249,7 @@ class Evaluator:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Several predictions per sample are too many to store: a language model has as many logits per token as tokens.
-        stored = (each or pooled or self.task.ranked) and "vector" in self.task.provides
+        stored = (each or pooled or self.task.ranked) and not self.task.tokens
         logits_list: list[Tensor] | None = [] if stored else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
@@ -284,7 +284,7 @@ class Evaluator:
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
         if len(client.y_test):
-            stored = (each or self.task.ranked) and "vector" in self.task.provides
+            stored = (each or self.task.ranked) and not self.task.tokens
             logits_list: list[Tensor] | None = [] if stored else None
             scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=logits_list)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])

@@ -159,10 +159,11 @@ class ServerTrainer:
             state = {name: t.clone() for name, t in zip(sorted(state), moments, strict=True)}
         total = torch.zeros((), dtype=v.dtype, device=self.device)
         for step, index in enumerate(plan.batches):
-            seen = plan.augment(take_rows(x, index.to(x.device)))
+            seen, target = take_rows(x, index.to(x.device)), y[index.to(y.device)]
+            seen, target = plan.augment(seen, target, self.task.pixels)
             batch = Batch(
                 seen.to(self.device) if ready else self.inputs(seen),
-                y[index.to(y.device)].to(self.device),
+                target.to(self.device),
                 fold(key, step),
                 torch.tensor(step),
             )

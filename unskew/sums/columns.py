@@ -13,6 +13,7 @@ from torch import Tensor
 
 from unskew.errors import DataError, abbreviate
 from unskew.sums.base import FREE, Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
+from unskew.tasks.base import OUTSIDE
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
@@ -265,6 +266,28 @@ class Classes(SumKind):
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted in at most one cell."""
         return rows.y is None or rows.y.dim() == 1
+
+
+class Pixels(SumKind):
+    """Number of pixels of each class in masks, as float64, because sums over sites may exceed 32 bits."""
+
+    name = "pixels"
+    arguments = ClassArguments
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
+        if rows.y is None or rows.y.dtype != torch.uint8:
+            raise DataError("These data have no masks whose pixels can be counted.")
+        counts = torch.bincount(rows.y.cpu().flatten(), minlength=OUTSIDE + 1)
+        return {"counts": counts[: int(request.args["classes"])].double()}
+
+    def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
+        return {"counts": (torch.float64, (int(request.args["classes"]),))}
+
+    def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
+        return f"number of pixels of each of {request.args['classes']} classes"
 
 
 class Missing(SumKind):

@@ -12,6 +12,7 @@ SUMS: dict[str, SumKind] = {
         columns.Squares(),
         columns.Categories(),
         columns.Classes(),
+        columns.Pixels(),
         cross_products.CrossProducts(),
         cross_products.Residuals(),
         fisher.Fisher(),

@@ -20,7 +20,8 @@ PROVIDED = {
     "vector": "one feature vector per sample",
 }
 """What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
-
+OUTSIDE = 255
+"""Class of pixels without truth, such as those outside of an image that was moved."""
 
 Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
 """Maps the kind, the arguments and the constants of a federated sum to the sums over the training rows of all clients."""
@@ -56,6 +57,12 @@ class Task:
 
     tokens: ClassVar[bool] = False
     """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
+
+    pixels: ClassVar[bool] = False
+    """True if targets are one class per pixel, ``[n, *sides]``, which move with their images."""
+
+    weighted: ClassVar[bool] = False
+    """True if ``with_weights`` supports class weights."""
 
     output_kind: ClassVar[str] = "probabilities"
     """What ``outputs`` returns, as one word."""
@@ -135,6 +142,14 @@ class Task:
         """
         return False
 
+    def named(self, names: Sequence[str]) -> Task:
+        """Return the task with the names of its outputs, if its metrics have them.
+
+        Args:
+            names: Names of the classes, labels or targets.
+        """
+        return self
+
     def fit(self, ask: Ask) -> Task:
         """Return the task with constants from sums over the clients, if ``fits``.
 
@@ -178,6 +193,17 @@ class Task:
 
         Raises:
             ConfigError: If its number is not valid.
+        """
+        raise NotImplementedError
+
+    def with_weights(self, weights: tuple[float, ...]) -> Task:
+        """Return the task with class weights, if ``weighted``.
+
+        Args:
+            weights: One weight per class.
+
+        Raises:
+            ConfigError: If the loss has no class weights.
         """
         raise NotImplementedError
 
@@ -409,6 +435,15 @@ class Task:
             y: Targets, ``[B]`` or ``[B, L]``.
         """
         return logits.new_zeros(0)
+
+    def empty_tally(self, classes: int) -> Tensor:
+        """Return the tally of no samples, which has the shape of every tally.
+
+        Args:
+            classes: Number of classes.
+        """
+        y = torch.zeros(1, dtype=torch.int64) if "one_class" in self.provides else torch.zeros((1, classes))
+        return torch.zeros_like(self.tally(torch.zeros(1, classes), y))
 
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
         """Compute the metrics in ``extra_metrics``, and the primary metric if it is not a mean over samples.

@@ -59,6 +59,7 @@ class Classification(Task):
         linear_model: Model whose coefficients have intervals.
         ratio: What the exponential of a coefficient multiplies.
         requestable: Metrics that a run may request.
+        weighted: Whether the loss may have class weights.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
         trained_with: Class weights of the training, for which probabilities and loss are corrected; empty means none.
     """
@@ -68,6 +69,7 @@ class Classification(Task):
     linear_model: ClassVar[str] = "logistic"
     ratio: ClassVar[str] = "odds"
     requestable: ClassVar[tuple[str, ...]] = tuple(METRICS)
+    weighted: ClassVar[bool] = True
 
     weights: tuple[float, ...] = ()
     trained_with: tuple[float, ...] = ()
@@ -83,6 +85,10 @@ class Classification(Task):
         if {*constants} - {"class_weights"} or (weights and (len(weights) != classes or min(weights) <= 0)):
             raise ValueError("the constants are not one positive class weight per class")
         return Classification(trained_with=weights)
+
+    def with_weights(self, weights: tuple[float, ...]) -> Task:
+        """Return the classification with class weights."""
+        return Classification(weights)
 
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return the classes ``[n]`` as int64."""

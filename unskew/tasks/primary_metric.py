@@ -6,14 +6,16 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES: dict[str, str] = {"concordance": "concordance", "r2": "R²", "accuracy": "accuracy"}
+SCORES: dict[str, str] = {"concordance": "concordance", "r2": "R²", "dice": "Dice", "accuracy": "accuracy"}
 """Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect. A task may
 have a metric of a later name in addition to its primary metric."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
+OVERLAPS = {"dice/": "Dice", "iou/": "IoU"}
+"""Prefixes of the names of overlaps of a class in segmentation, with titles."""
 BRIER, RISK_GAP = "brier/", "risk_gap/"
 """Prefixes of the names of the Brier score of survival at a time, and of the predicted minus the observed risk."""
-METRIC_PREFIXES = (RECALL, BRIER, RISK_GAP)
+METRIC_PREFIXES = (RECALL, *OVERLAPS, BRIER, RISK_GAP)
 """Prefixes of the names of metrics with a value for each class or time."""
 WORST = "worst_client"
 """Objective that is the primary metric of the worst client."""
@@ -65,6 +67,8 @@ KNOWN_METRICS = {
     "loss": MetricInfo("loss", "loss", lower_is_better=True, percent=False),
     "mae": MetricInfo("mae", "MAE", lower_is_better=True, percent=False),
     "rmse": MetricInfo("rmse", "RMSE", lower_is_better=True, percent=False),
+    "dice_pooled": MetricInfo("dice_pooled", "pooled Dice"),
+    "hd95": MetricInfo("hd95", "HD95 in pixels", lower_is_better=True, percent=False),
     "perplexity": MetricInfo("perplexity", "perplexity", lower_is_better=True, percent=False),
     "macro_precision": MetricInfo("macro_precision", "C-precision"),
     "macro_recall": MetricInfo("macro_recall", "C-recall"),
@@ -108,11 +112,11 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
         return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
     if name in KNOWN_METRICS:
         return KNOWN_METRICS[name]
-    if name.startswith(RECALL):
-        return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
-    base, slash, time = name.partition("/")
+    base, slash, which = name.partition("/")
+    if name.startswith((RECALL, *OVERLAPS)):
+        return MetricInfo(name, f"{OVERLAPS.get(f'{base}/', base)} of {which}")
     if slash and base in KNOWN_METRICS:
-        return replace(KNOWN_METRICS[base], name=name, title=f"{KNOWN_METRICS[base].title} at {time}")
+        return replace(KNOWN_METRICS[base], name=name, title=f"{KNOWN_METRICS[base].title} at {which}")
     return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 

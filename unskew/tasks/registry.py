@@ -5,10 +5,12 @@ from collections.abc import Collection
 from unskew.tasks.base import PROVIDED, Task
 from unskew.tasks.classification import Classification, LanguageModeling, MultiLabel
 from unskew.tasks.regression import Regression
+from unskew.tasks.segmentation import Segmentation
 from unskew.tasks.survival import Survival
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (Classification(), MultiLabel(), LanguageModeling(), Regression(), Survival())
+    task.name: task
+    for task in (Classification(), MultiLabel(), LanguageModeling(), Regression(), Survival(), Segmentation())
 }
 """Tasks by name."""
 

@@ -16,6 +16,7 @@ from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchec
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
+from unskew.models.zoo.unet import UNet
 from unskew.testing import assert_engines_agree
 
 CLIENTS, BATCH, CLASSES = 3, 4, 5
@@ -101,12 +102,15 @@ def drawn(make, shape, dtype=torch.float64):
     torch.manual_seed(0)
     module, tokens = make(), make is Tokens
     classes = 3 if make is SmallBatchNorm else CLASSES
-    spec = ModelSpec(module, shape, classes, dtype=dtype, input_dtype=torch.int64 if tokens else None)
+    pixels = isinstance(module, UNet)
+    kind = torch.int64 if tokens else None
+    spec = ModelSpec(module, shape, classes, dtype=dtype, input_dtype=kind, per_pixel=pixels)
     v = spec.flatten() + 0.05 * torch.randn(CLIENTS, spec.size, dtype=dtype)
     b = spec.flatten_buffers().repeat(CLIENTS, 1)
     x = torch.randn(CLIENTS, BATCH, *shape, dtype=dtype)
     x = (x > 0).long() if tokens else x
-    return spec, v, b, x, torch.randint(0, classes, (CLIENTS, BATCH)), torch.arange(CLIENTS)
+    y = torch.randint(0, classes, (CLIENTS, BATCH, *shape[1:]) if pixels else (CLIENTS, BATCH))
+    return spec, v, b, x, y, torch.arange(CLIENTS)
 
 
 def loss_of(model):
@@ -235,7 +239,10 @@ def hooked():
 def test_every_model_but_the_pretrained_ones_has_a_twin():
     """As ``unskew models`` says."""
     own = [name for name, entry in MODELS.items() if not (entry.pretrained or entry.texts)]
-    specs = [ModelSpec(build_model(name, (3, 16, 16), CLASSES), (3, 16, 16), CLASSES) for name in own]
+    specs = [
+        ModelSpec(build_model(name, (3, 16, 16), CLASSES), (3, 16, 16), CLASSES, per_pixel=MODELS[name].pixels)
+        for name in own
+    ]
     specs.append(ModelSpec(build_model("resnet20", (3, 16, 16), 2, norm="group", shortcut="none"), (3, 16, 16), 2))
     assert all(grouped_unchecked(spec) is not None for spec in specs)
     assert grouped_unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None

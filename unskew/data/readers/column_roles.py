@@ -74,6 +74,15 @@ class ColumnSelection(NamedTuple):
         return self.objective is not None and self.objective.numeric_labels
 
     @property
+    def masks(self) -> bool:
+        """Whether the label column has masks of images."""
+        if self.task == "auto":
+            return False
+        from unskew.tasks.registry import TASKS
+
+        return TASKS[self.task].pixels
+
+    @property
     def mixed(self) -> bool:
         """Return whether each column has a separate encoder that is fitted with global statistics."""
         return bool(self.categories or self.dates) or self.missing != "error" or self.numeric

@@ -30,6 +30,7 @@ from unskew.data.readers.column_roles import (
 from unskew.data.readers.encoders import Encoder, distinct_values, read_columns
 from unskew.data.readers.images import convert_channels, decode_column, is_binary, resize_images
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.masks import classes_of_masks, decode_masks, mask_columns, resize_masks
 from unskew.data.spec import Split
 from unskew.data.splits import check_no_shared_groups, test_row_mask
 from unskew.data.validation import as_targets, check_classes
@@ -37,6 +38,7 @@ from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.filesystem import parse_json
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
+from unskew.tasks.segmentation import Segmentation
 
 FEW_CLASSES, MANY = 10, 100
 """Limits for numbers as class labels.
@@ -114,6 +116,18 @@ class Source:
         if size is None or self.train.x.dim() != 4 or tuple(self.train.x.shape[2:]) == (size, size):
             return self
         train, test = (replace(part, x=resize_images(part.x, size, size)) for part in (self.train, self.test))
+        if self.objective.pixels:
+            train, test = (replace(part, y=resize_masks(part.y, (size, size))) for part in (train, test))
+        return replace(self, train=train, test=test)
+
+    def described(self) -> Source:
+        """Return the source with the columns of ``mask_columns`` if its targets are masks; columns of the user are kept."""
+        if not self.objective.pixels:
+            return self
+        train, test = (
+            replace(part, columns={**mask_columns(part.y, self.class_names), **part.columns})
+            for part in (self.train, self.test)
+        )
         return replace(self, train=train, test=test)
 
     def first(self, classes: int | None) -> Source:
@@ -164,6 +178,7 @@ def source_from_tables(
     choice: ColumnSelection | None = None,
     folder: Path | None = None,
     size: int | None = None,
+    masks: Segmentation | None = None,
 ) -> Source:
     """Build a source from pyarrow tables.
 
@@ -179,6 +194,7 @@ def source_from_tables(
         choice: Column selection of the user; None for built-in data sets, whose columns are not reported.
         folder: Folder of relative paths in the image column.
         size: Side length to which images are resized.
+        masks: Segmentation with configured classes, if the label is a column of masks.
 
     Raises:
         ConfigError: If options of the columns contradict each other.
@@ -196,7 +212,21 @@ def source_from_tables(
         check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
-    if choice.objective is not None and choice.numeric:
+    objective: Task | None = None
+    ys: list[Any]
+    if masks is not None:
+        if image is None:
+            raise DataError(
+                f"Set image to the column with the images of {name}: one of {', '.join(train.column_names)}."
+            )
+        decoded = {
+            f"{name}, {where}": decode_masks(part.column(label), part.column(image), f"{name}, {where}", folder, size)
+            for where, part in parts.items()
+        }
+        gray = {where: values for where, (values, _) in decoded.items()}
+        ys, objective = classes_of_masks(gray, masks, lambda where, row: decoded[where][1][row])
+        names, task = objective.names, objective.name
+    elif choice.objective is not None and choice.numeric:
         names, task = labels, choice.task
         ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels, choice.objective)
     else:
@@ -223,13 +253,13 @@ def source_from_tables(
     tables = []
     for (where, part), x, values in zip(parts.items(), xs, ys, strict=True):
         y = as_targets(values, f"{name}, {where}", task)
-        TASKS[task].check(y, len(names), f"{name}, {where}")
+        TASKS[task].check(y, len(names), f"{name}, {where}", x)
         tables.append(SampleTable(x, y, metadata_columns(part, {*labels, image})))
     fits = choice.mixed or choice.harmonized or any(x.dtype == torch.float64 for x in xs)
     fitted = encoders if fits else ()
     indicate = choice.missing == "indicator"
     parts_of = train_test_tables(tables, Split(*choice.split) if choice.split else None)
-    return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate)
+    return Source(name, *parts_of, names, len(names), task, roles, fitted, indicate, objective)
 
 
 def check_plain(part: Any, columns: Sequence[str | None], name: str) -> None:

@@ -15,10 +15,14 @@ from unskew.data.frames import read_classes
 from unskew.data.memory_map import mapped_array
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.files import files_with_suffix
+from unskew.data.readers.masks import classes_of_masks, gray_values
 from unskew.data.readers.tables import SPLIT_SEED, TEST_SHARE, SampleTable, Source
 from unskew.data.validation import as_inputs
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
+from unskew.tasks.base import Task
+from unskew.tasks.classification import Classification
+from unskew.tasks.segmentation import Segmentation
 
 
 def load_arrays(path: Path) -> dict[str, np.ndarray]:
@@ -76,11 +80,12 @@ def is_array_folder(path: Path) -> Path:
     return path
 
 
-def npz_source(path: Path) -> Source:
+def npz_source(path: Path, masks: Segmentation) -> Source:
     """Load the data set; one-dimensional arrays with the length of ``y`` become columns, such as the client.
 
     Args:
         path: Path of the ``.npz`` file, or of the folder of ``.npy`` files.
+        masks: Segmentation with configured classes, for a ``y`` of masks ``[n, height, width]``.
 
     Raises:
         DataError: If the arrays are not valid.
@@ -95,7 +100,14 @@ def npz_source(path: Path) -> Source:
         if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
     }
     x = as_inputs(arrays["x"], str(path))
-    (y, *test_y), names = read_classes([arrays[key] for key in ("y", "y_test") if key in arrays], str(path))
+    targets = {key: arrays[key] for key in ("y", "y_test") if key in arrays}
+    task: Task = Classification()
+    if arrays["y"].ndim > 2:
+        gray = {f"{key} of {path}": gray_values(values, str(path)) for key, values in targets.items()}
+        (y, *test_y), task = classes_of_masks(gray, masks, lambda part, row: f"{row} in {part}")
+        names = task.names
+    else:
+        (y, *test_y), names = read_classes([*targets.values()], str(path))
     samples = SampleTable(x, y, columns)
     if test_y:
         test = SampleTable(as_inputs(arrays["x_test"], str(path)), test_y[0], {})
@@ -106,4 +118,6 @@ def npz_source(path: Path) -> Source:
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
-    return Source(path.stem, train, test, names, len(names))
+    for part in (train, test):
+        task.check(part.y, len(names), str(path), part.x)
+    return Source(path.stem, train, test, names, len(names), task.name, trained_for=task if task.pixels else None)

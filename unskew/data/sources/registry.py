@@ -31,16 +31,19 @@ from unskew.data.readers.files import (
     table_files,
 )
 from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
+from unskew.data.readers.masks import image_mask_folders, mask_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
 from unskew.data.sources.npz import is_array_folder, npz_source
+from unskew.data.sources.shape_masks import shape_masks
 from unskew.data.sources.shapes import shapes
 from unskew.data.spec import TABLES
 from unskew.data.validation import as_inputs
 from unskew.errors import ConfigError, DataError, UnskewError
+from unskew.tasks.segmentation import Segmentation
 
 __all__ = ["SOURCES", "SampleTable", "Source", "load_source"]
 
@@ -66,12 +69,15 @@ SOURCES: dict[str, str] = {
     "client; no download",
     "shapes": "textured shapes on cloudy backgrounds, 32 x 32 color, 20 classes, 10,000 training and 2,000 test "
     "images; generated, no download",
+    "shape-masks": "a segmentation of circles, squares and triangles, 64 x 64 color, 400 training and 100 test images, four "
+    "sites in the column site; generated, no download",
     "leaf": "leaf:PATH, a folder in LEAF's layout: train/*.json and test/*.json with the samples of each user",
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
     "download",
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
     "client",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
+    "masks": "masks:PATH, a segmentation: [SITE/][train|test/]images/NAME.* and masks/NAME.*, with the columns site and name",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
     "sentences": "generated sentence pairs in five genres, 4,000 training and 1,000 test pairs, three classes; no "
@@ -84,15 +90,17 @@ DRAWN: dict[str, Callable[[], Source]] = {
     "gaussians": gaussians,
     "fcube": fcube,
     "shapes": shapes,
+    "shape-masks": shape_masks,
     **{name: partial(scikit_learn_table, name) for name in ("iris", "wine", "breast_cancer", "diabetes")},
 }
 """Sources that are built in or generated."""
 LOG = logging.getLogger("unskew")
-PATHS = ("folder", "table", "leaf", "npz", "npy")
+PATHS = ("folder", "table", "leaf", "npz", "npy", "masks")
 """Sources that are written with a path."""
 OWN_LABELS = {
     "dsprites": "The label of dSprites is the shape",
     "folder": "The classes of a folder of images are its subfolders",
+    "masks": "The inputs of masks data are in the folders images and the labels in the folders masks",
     **dict.fromkeys(("npz", "npy"), "The inputs of npz and npy data are x and the labels are y"),
     "leaf": "The labels of data in LEAF's layout are y",
 }
@@ -102,12 +110,15 @@ LAYOUTS: dict[str, Callable[[Path], object]] = {
     "leaf": leaf_root,
     "npy": is_array_folder,
     "folder": class_folders,
+    "masks": image_mask_folders,
     "table": table_files,
 }
 """Checks of the folder layout that run before any file is read."""
 
 ALL = ColumnSelection()
 """Default selection of table columns."""
+NO_OPTIONS = Segmentation()
+"""Segmentation without options."""
 
 HUB: dict[str, HubDataset] = {
     "cifar10": HubDataset("uoft-cs/cifar10", None, "img", "label"),
@@ -132,6 +143,7 @@ def load_source(
     classes: int | None = None,
     choice: ColumnSelection = ALL,
     csv: CsvSpec = DETECTED,
+    masks: Segmentation = NO_OPTIONS,
 ) -> Source:
     """Load a data set. The four most recent data sets are cached until their files change.
 
@@ -150,6 +162,7 @@ def load_source(
         classes: Keep only the samples of this many first classes.
         choice: Selection of a table's columns.
         csv: Format of a table's CSV files.
+        masks: Segmentation with configured classes, for data with masks.
 
     Raises:
         ConfigError: If the data set is unknown, or arguments contradict each other.
@@ -190,18 +203,22 @@ def load_source(
         }
         for option in (option for option, is_set in table_options.items() if is_set):
             raise ConfigError(f"{option} a table, but {name!r} is not a table.")
-        if choice.split and kind != "folder":
+        if choice.split and kind not in ("folder", "masks"):
             raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
         if choice.mixed:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ColumnSelection(split=choice.split)
+        choice = ColumnSelection(divides=choice.divides if kind == "masks" else None, split=choice.split)
+    elif choice.masks and image is None:
+        raise ConfigError(
+            "Set image to the column with the image files of the table, and label to that with the masks."
+        )
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
-    request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, csv)
+    request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, csv, masks)
     return load_cached(request, files_stamp(where))
 
 
@@ -277,6 +294,7 @@ class SourceRequest(NamedTuple):
     classes: int | None
     choice: ColumnSelection
     csv: CsvSpec
+    masks: Segmentation
 
 
 @lru_cache(maxsize=4)
@@ -287,7 +305,7 @@ def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
         request: Arguments of ``load_source``.
         stamp: Stamp of the files, part of the cache key so that changes are detected.
     """
-    return load_uncached(request).sized(request.size).first(request.classes)
+    return load_uncached(request).sized(request.size).first(request.classes).described()
 
 
 def draw_rows(table: Any, count: int, name: str) -> Any:
@@ -310,7 +328,7 @@ def draw_rows(table: Any, count: int, name: str) -> Any:
 
 def load_uncached(request: SourceRequest) -> Source:
     """Load a source without cache; only encoded images are already resized to the requested size."""
-    kind, path, label, image, separator, size, _, choice, csv = request
+    kind, path, label, image, separator, size, _, choice, csv, masks = request
     if kind in DRAWN:
         return DRAWN[kind]()
     if kind.startswith("synthetic"):
@@ -328,7 +346,12 @@ def load_uncached(request: SourceRequest) -> Source:
     if kind == "leaf":
         return leaf_source(path, None if image is None else Path(image).expanduser(), size)
     if kind in ("npz", "npy"):
-        return npz_source(path)
+        return npz_source(path, masks)
+    if kind == "masks":
+        train, test = mask_tables(path)
+        return source_from_tables(
+            path.name, train, test, label="mask", image="image", choice=choice, size=size, masks=masks
+        )
     if kind == "folder":
         train, test = folder_tables(path)
         selection = choice if choice.split else None
@@ -339,5 +362,14 @@ def load_uncached(request: SourceRequest) -> Source:
     name = path.stem if path.stem != "train" else path.parent.name
     folder = path if path.is_dir() else path.parent
     return source_from_tables(
-        name, train, test, label=label, image=image, label_separator=separator, choice=choice, folder=folder, size=size
+        name,
+        train,
+        test,
+        label=label,
+        image=image,
+        label_separator=separator,
+        choice=choice,
+        folder=folder,
+        size=size,
+        masks=masks if choice.masks else None,
     )

@@ -91,18 +91,19 @@ def points_inside(shape: str, u: np.ndarray, v: np.ndarray) -> np.ndarray:
     return np.asarray(of[shape])
 
 
-def random_fields(n: int, channels: int, fall: float, draws: np.random.Generator) -> np.ndarray:
-    """Generate random fields ``[n, channels, 32, 32]`` with unit variance and amplitudes ``frequency^-fall``.
+def random_fields(n: int, channels: int, fall: float, draws: np.random.Generator, side: int = SIDE) -> np.ndarray:
+    """Generate random fields ``[n, channels, side, side]`` with unit variance and amplitudes ``frequency^-fall``.
 
     Args:
         n: Number of fields.
         channels: Number of channels.
         fall: Exponent by which amplitudes fall with frequency.
         draws: Random number generator.
+        side: Number of pixels per side.
     """
-    axis = np.fft.fftfreq(SIDE)
+    axis = np.fft.fftfreq(side)
     frequency = np.hypot(axis[:, None], axis[None])
     frequency[0, 0] = np.inf
-    white = np.fft.fft2(draws.normal(size=(n, channels, SIDE, SIDE)))
+    white = np.fft.fft2(draws.normal(size=(n, channels, side, side)))
     fields = np.fft.ifft2(white / frequency**fall).real
     return np.asarray(fields / fields.std((2, 3), keepdims=True))

@@ -92,7 +92,7 @@ class DataSchema:
     @property
     def objective(self) -> Task:
         """Task that the sites train, except for the loss of regression."""
-        task = TASKS[self.task]
+        task = TASKS[self.task].named(self.class_names)
         return task.with_constants(self.constants, self.classes) if self.constants else task
 
     @property

@@ -182,7 +182,8 @@ def agree_on_data_and_model(
     counts = None
     if config.class_weights == "balanced" and not federation.counts_known:
         asked = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
-        counts = asked([SumRequest("classes", {"classes": federation.classes})])[0]["counts"].numpy()
+        kind = "pixels" if federation.objective.pixels else "classes"
+        counts = asked([SumRequest(kind, {"classes": federation.classes})])[0]["counts"].numpy()
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)
     sites.connection.header = run_header(config, schema)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from unskew.deployment.common.small_counts import MIN_COUNT, reported_support
@@ -34,8 +33,9 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
         level: Level of the intervals.
     """
     classes = inputs.classes if "one_class" in inputs.objective.provides else 0
-    args: dict[str, Any] = {"classes": classes, "tally": empty_tally(inputs).numel()}
-    table, further = inputs.objective.held_out_sums(np.zeros((0, 2)), np.zeros((0, inputs.classes)))
+    task = inputs.objective
+    args: dict[str, Any] = {"classes": classes, "tally": task.empty_tally(inputs.classes).numel()}
+    table, further = task.held_out_sums(np.zeros((0, 2)), np.zeros((0, inputs.classes)))
     if table.size:
         args |= {"table": [*table.shape], "further": len(further)}
     (sums,) = exchange([SumRequest("scores", args, {"v": v, "b": b})])
@@ -49,13 +49,6 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
         known = value if math.isfinite(value) else None
         rows.append({**about, "value": known, "low": low, "high": high, "n": n, "support": labeled})
     return rows
-
-
-def empty_tally(inputs: InputSpec) -> Tensor:
-    """Return a tally of the task, for its shape."""
-    task = inputs.objective
-    y = torch.zeros(1, dtype=torch.int64) if "one_class" in task.provides else torch.zeros((1, inputs.classes))
-    return task.tally(torch.zeros(1, inputs.classes), y)
 
 
 def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, tuple[float, Interval]]:
@@ -76,7 +69,7 @@ def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, 
             "No site has held-out samples. Set holdout in the experiment, or give the sites' data a test split."
         )
     loss = losses / predictions
-    measured = task.measure(sums["sums"][TALLIES:].reshape(empty_tally(inputs).shape), loss)
+    measured = task.measure(sums["sums"][TALLIES:].reshape(task.empty_tally(inputs.classes).shape), loss)
     found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
     found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
     if "table" in sums:

@@ -115,9 +115,11 @@ class SiteData:
             raise DataError(f"{self.who} has no training samples.")
         if "counts" in reference.objective.provides and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
-        if TASKS[source.task].standardized and source.class_names != reference.class_names:
+        own = TASKS[source.task]
+        if (own.standardized or own.pixels) and source.class_names != reference.class_names:
+            what = "targets" if own.standardized else "classes"
             raise ConfigError(
-                f"{self.who} has the targets {', '.join(source.class_names)}, but the server has "
+                f"{self.who} has the {what} {', '.join(source.class_names)}, but the server has "
                 f"{', '.join(reference.class_names)}."
             )
         own_columns, other_columns = (
@@ -208,6 +210,8 @@ def load_site_data(
             exclude=data.exclude,
             partition="iid",
             text=experiment.data_spec.text,
+            task=experiment.task if choice.masks else "auto",
+            segmentation=experiment.segmentation,
             split_by=experiment.split_by,
         )
         source = load_source_for(spec)

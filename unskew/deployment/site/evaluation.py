@@ -220,7 +220,7 @@ def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
     data, task, empty = work.data, work.evaluator.task, np.zeros(0, np.int64)
     v, b = check_model({"v": v, "b": b}, work)
     if not len(data.y_test):
-        tally = task.tally(torch.zeros(1, work.original.classes), data.y[:1])  # for its size
+        tally = task.empty_tally(work.original.classes)
         sums, p, y = (
             torch.zeros(3 + tally.numel(), dtype=torch.float64),
             np.zeros((0, work.original.classes)),

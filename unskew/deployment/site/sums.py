@@ -52,7 +52,8 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment, rows: Clien
     Raises:
         ConfigError: If it does not need one of them.
     """
-    needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
+    balanced = config.class_weights == "balanced"
+    needed = {"classes": balanced, "pixels": balanced, "fisher": config.coefficients}
     needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
     needed |= {one.kind: fits_with(config.data_spec, one, rows) for one in requests if one.kind in FITTING}
     wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
@@ -200,7 +201,7 @@ def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
         size = len(json.dumps([*values], ensure_ascii=False, separators=(",", ":")).encode())
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
     if config.class_weights == "balanced":
-        lines.append("number of samples of each class")
+        lines.append("number of samples, or of pixels in masks, of each class")
     if rows.y is not None and (task := task_of_spec(config.data_spec)) is not None:
         task.of_one_site.fit(lambda kind, args, tensors: described(SumRequest(kind, args, tensors), rows, lines))
     if config.coefficients:

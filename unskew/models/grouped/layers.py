@@ -269,7 +269,10 @@ FUNCTIONS: dict[Any, Callable[..., Any]] = {
     **{f: _together(f) for f in (operator.add, operator.mul, operator.sub, torch.add, torch.mul, torch.sub)},
     operator.iadd: _together(operator.add),
     **{f: _pointwise(f) for f in (F.relu, torch.relu, torch.tanh, torch.sigmoid, F.gelu, F.silu, F.leaky_relu, F.elu)},
-    **{f: _by_channel(f) for f in (F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d)},
+    **{
+        f: _by_channel(f)
+        for f in (F.max_pool2d, F.avg_pool2d, F.adaptive_avg_pool2d, F.adaptive_max_pool2d, F.interpolate)
+    },
     F.pad: _by_sample(F.pad),
     torch.flatten: _flatten,
     torch.cat: _joined,

@@ -149,7 +149,7 @@ def hidden_layers(inputs: int, hidden: Sequence[int], norm: str = "none") -> tup
         hidden: Width of each layer.
         norm: Normalization before each ReLU, as in `norm_layers`.
     """
-    widths = [inputs, *_hidden_widths(hidden)]
+    widths = [inputs, *positive_widths("The MLP", "hidden", hidden)]
     layers: list[nn.Module] = []
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), *norm_layers(norm, after, nn.BatchNorm1d), nn.ReLU(inplace=True)]
@@ -218,7 +218,14 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
         raise ConfigError(f"{name}: {option!r} must be one of {choices}, not {short_repr(value)}.")
 
 
-def _hidden_widths(hidden: object) -> list[int]:
-    if isinstance(hidden, list | tuple) and all(isinstance(width, int) and width > 0 for width in hidden):
-        return list(hidden)
-    raise ConfigError(f"The MLP: 'hidden' must be a list of positive integers, not {short_repr(hidden)}.")
+def positive_widths(name: str, option: str, widths: object) -> list[int]:
+    """Return the widths of layers after validation (raises ``ConfigError`` if they are no positive integers).
+
+    Args:
+        name: Name of the model, for the error.
+        option: Name of the option.
+        widths: Value of the option.
+    """
+    if isinstance(widths, list | tuple) and all(isinstance(width, int) and width > 0 for width in widths):
+        return list(widths)
+    raise ConfigError(f"{name}: {option!r} must be a list of positive integers, not {short_repr(widths)}.")
