@@ -71,6 +71,8 @@ class Survival(Task):
         draws_clients: Whether ``client_curve`` returns a curve.
         outcome: Name of the outcome.
         statistics: Permissions of statistics of survival times.
+        linear_model: Model whose coefficients have intervals.
+        ratio: What the exponential of a coefficient multiplies.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -97,6 +99,8 @@ class Survival(Task):
     ranked: ClassVar[bool] = True
     draws_clients: ClassVar[bool] = True
     outcome: ClassVar[str] = "event"
+    linear_model: ClassVar[str] = "proportional"
+    ratio: ClassVar[str] = "hazard"
     statistics: ClassVar[tuple[str, ...]] = ("survival",)
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
