@@ -210,7 +210,7 @@ class Survival(Task):
         y = y.to(torch.float64)
         time, event = y.unbind(1)
         swapped = bool(((time == 0) | (time == 1)).all()) and not bool(((event == 0) | (event == 1)).all())
-        if len(y) >= FEW * 2 and len(time.unique()) == 2:
+        if len(y) >= FEW * 2 and len({*time.tolist()}) == 2:
             raise DataError(
                 f"The times of {who} have only two values, {number_text(float(time.min()))} and "
                 f"{number_text(float(time.max()))}. Write the time first, then the event, as in label: days,event."
