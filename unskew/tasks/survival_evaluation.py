@@ -76,7 +76,7 @@ class SurvivalPredictions:
         time, event = censored_at(y, cuts[-1]).T
         time = np.where((event == 0) & (time == cuts[-1]), math.inf, time)
         edges = grid_edges(cuts[-1])
-        shares = np.array(censoring) if censoring else censoring_curve(time, event > 0).at(edges)
+        shares = np.array(censoring) if len(censoring) else censoring_curve(time, event > 0).at(edges)
         curve = Curve(edges[1:], shares[1:], step=False)
         return SurvivalPredictions(time, event > 0, hazards, np.array(cuts), tuple(horizons), curve)
 
