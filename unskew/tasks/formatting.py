@@ -15,7 +15,18 @@ COST = ("MB up", "MB down", "seconds")
 """Titles of the columns of costs."""
 
 ASKED = (
-    *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
+    *(
+        "auroc",
+        "auprc",
+        "f1",
+        "balanced_accuracy",
+        "ece",
+        "brier",
+        "observed_expected",
+        "calibration_slope",
+        "hd95",
+        WORST,
+    ),
 )
 """Metrics of classification that must be requested; recalls are named after their class."""
 
