@@ -2,7 +2,7 @@ import pytest
 import torch
 from support.augment import one_by_one
 
-from unskew.data.augment import crop_and_flip, draw_crop_and_flip
+from unskew.data.augment import crop_and_flip, crop_and_flip_samples, draw_crop_and_flip
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
@@ -60,3 +60,16 @@ def test_runs_under_vmap():
     out = torch.func.vmap(lambda *a: crop_and_flip(*a, padding=2))(x, offsets, flips)
     for k in range(3):
         assert torch.equal(out[k], one_by_one(x[k], offsets[k], flips[k], 2))
+
+
+def test_masks_move_with_their_images_and_have_no_truth_outside():
+    y = torch.randint(0, 3, (20, 6, 5), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    x = y[:, None].float() + 1
+    draws = draw_crop_and_flip(20, 2, torch.Generator().manual_seed(1))
+    moved, masks = crop_and_flip_samples(x, y, *draws, 2, pixels=True)
+    assert torch.equal(moved[:, 0], torch.where(masks == 255, 0, masks.float() + 1))
+    assert (masks == 255).any()
+    assert masks.dtype == torch.uint8
+    other, labels = crop_and_flip_samples(x, y, *draws, 2, pixels=False)
+    assert torch.equal(other, moved)
+    assert labels is y

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import unskew
-from unskew.data.shift import rotated
+from unskew.data.shift import rotated, rotated_masks
 from unskew.errors import ConfigError, DataError
 
 OPTIONS = {"partition": "iid", "clients": 4, "holdout": 0.2}
@@ -97,3 +97,29 @@ def test_a_run_with_shift_can_be_trained():
     options = {"data": "digits", "partition": "iid", "clients": 4, "model": "logistic", "rounds": 1, "lr": 0.05}
     a, b = (unskew.run(**options, shift="rotate:90", engine=engine).vector for engine in ("inline", "vectorized"))
     assert torch.allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("angle", [90.0, 37.0])
+def test_masks_turn_with_their_images(angle):
+    """Of a large square in the middle, only pixels at its border may differ between both interpolations."""
+    y = torch.zeros(1, 33, 33, dtype=torch.uint8)
+    y[:, 9:24, 9:24] = 2
+    y[:, 9:16, 9:16] = 1
+    turned = rotated_masks(y, angle)
+    for c in (1, 2):
+        image = rotated((y == c).float()[:, None], angle)[:, 0]
+        inside = (image < 0.01) | (image > 0.99)
+        assert torch.equal((turned == c)[inside], image[inside] > 0.5)
+    outside = rotated(torch.ones(1, 1, 33, 33), angle)[:, 0] < 0.01
+    assert ((turned == 255) == outside)[outside].all()
+    assert bool((turned == 255).any()) == (angle != 90)
+
+
+def test_a_federation_is_rotated_with_its_masks():
+    options = {"partition": "natural:site", "holdout": 0}
+    plain, turned = (
+        unskew.load_federation("shape-masks", **options, shift=shift) for shift in (None, "rotate:90,groups=2")
+    )
+    for k, (one, other) in enumerate(zip(plain.clients, turned.clients, strict=True)):
+        assert torch.equal(other.x, torch.rot90(one.x, k % 2, (2, 3)))
+        assert torch.equal(other.y, torch.rot90(one.y, k % 2, (1, 2)))

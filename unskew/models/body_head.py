@@ -11,13 +11,17 @@ from torch import nn
 from unskew.errors import ConfigError
 
 
-def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
-    """Return the name of the head: ``head`` if given, otherwise the last linear layer or 1x1 convolution in ``used``.
+def find_head(module: nn.Module, head: str | None, used: Sequence[str], pixels: bool = False) -> str:
+    """Return the name of the head: ``head`` if given, otherwise the last linear layer in ``used``.
+
+    The head of a model of pixels is its last 1x1 convolution, a linear layer of each pixel, or without one its last
+    convolution.
 
     Args:
         module: The model.
-        head: Name of the head; None chooses the last linear layer, or without one the last 1x1 convolution.
+        head: Name of the head; None chooses one.
         used: Names of the modules in order of first use.
+        pixels: Whether the model returns logits of pixels.
 
     Raises:
         ConfigError: If the module does not exist, or the model has no such layer.
@@ -28,13 +32,22 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str]) -> str:
             names = ", ".join(filter(None, modules))
             raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {names}.")
         return head
-    for is_head in (lambda m: isinstance(m, nn.Linear), is_pixelwise):
+    for is_head in (is_pixelwise, is_convolution) if pixels else (is_linear,):
         heads = [n for n in used if is_head(modules[n])] or [n for n, m in modules.items() if is_head(m)]
         if heads:
             return heads[-1]
-    raise ConfigError(
-        "The model has no linear layer and no 1x1 convolution to use as head. Choose a module with head='module.name'."
-    )
+    kind = "convolution" if pixels else "linear layer"
+    raise ConfigError(f"The model has no {kind} to use as head. Choose a module with head='module.name'.")
+
+
+def is_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer."""
+    return isinstance(module, nn.Linear)
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Return whether a module is a convolution, or a transposed one, of images or volumes."""
+    return isinstance(module, nn.Conv2d | nn.Conv3d | nn.ConvTranspose2d | nn.ConvTranspose3d)
 
 
 def is_pixelwise(module: nn.Module) -> bool:

@@ -69,7 +69,8 @@ class ModelSpec:
             constants: they are not part of the vector, and all copies of the model share them.
         shape: Shape of one input, channels first.
         classes: Required number of logits.
-        head: Name of the head module; by default the last linear layer, or 1x1 convolution, that a forward pass uses.
+        head: Name of the head module; by default the last linear layer that a forward pass uses, or of pixels, the last
+            1x1 convolution.
         dtype: Data type of the vector.
         input_dtype: Data type of inputs (token ids are int64); by default ``dtype``.
         autocast: Run forward passes in bfloat16, with weights and normalization in ``dtype``.
@@ -170,7 +171,7 @@ class ModelSpec:
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
         self.outputs, self.widest = {}, 1
         self.layers, self.used = self._trace()
-        self.head_name = find_head(self.module, head, self.used)
+        self.head_name = find_head(self.module, head, self.used, per_pixel)
         self.head_trains = any(name.startswith(self._prefix) for name in self.names)
         if not self.head_trains and head is not None:
             raise ConfigError(f"The head {head!r} has no trainable parameters.")

@@ -53,7 +53,7 @@ def evaluate_final_model(
     """
     task, federation, wanted = evaluator.task, evaluator.federation, metrics.computed
     size, prefix = len(evaluator.test[1]), "kept_" if best else ""
-    if "vector" not in task.provides or not size:
+    if task.tokens or not size:
         return FinalEvaluation()
     support = {"test_samples": size, **class_support(federation)}
     if "one_class" in task.provides and not wanted and federation.classes > 2:  # saves the predictions

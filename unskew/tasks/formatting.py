@@ -16,7 +16,7 @@ COST = ("MB up", "MB down", "seconds")
 
 ASKED = (
     *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
-    *("uno", "ibs"),
+    *("uno", "ibs", "hd95"),
 )
 """Metrics that must be requested; others are named after their class or time."""
 

@@ -138,7 +138,7 @@ class TuningPlan:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
             spec = resolve_run(first, self.data, self.model, built).spec
-            if has_personal_models(built, spec) and "vector" in self.data.objective.provides:
+            if has_personal_models(built, spec) and not self.data.objective.tokens:
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
