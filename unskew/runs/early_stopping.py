@@ -62,8 +62,9 @@ class EarlyStopping:
     def round_metrics(self, server: Server) -> dict[str, float]:
         """Compute validation metrics on the evaluated clients' held-out samples.
 
-        These are ``validation_accuracy`` (or ``validation_r2``), ``validation_loss`` and the objective. Each held-out
-        sample has the same weight; the objective ``worst_client`` is the accuracy of the worst client.
+        These are ``validation_accuracy`` (or another primary metric), ``validation_loss`` and the objective. Each held-out
+        sample has the same weight, and a ranking is one of the samples of all clients; the objective ``worst_client`` is the
+        primary metric of the worst client.
         """
         if not (self.selects or self.worst):
             return {}
@@ -71,13 +72,16 @@ class EarlyStopping:
         scored = self.evaluator.task.scored
         name = self.objective.name
         others = name not in (scored, "loss", WORST)
-        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=others)
-        worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
+        pooled = others or self.evaluator.task.ranked
+        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=pooled)
+        known = np.isfinite(scores.accuracies) | ~np.array(self.evaluator.task.ranked)  # a ranking may be undefined
+        worst = {WORST: float(scores.accuracies[known].min()) if known.any() else np.nan} if self.worst else {}
         if not self.selects:
             return worst
-        sizes = [len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids]
+        sizes = np.array([len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids])
+        mean = float(np.average(scores.accuracies[known], weights=sizes[known])) if known.any() else np.nan
         return {
-            f"validation_{scored}": float(np.average(scores.accuracies, weights=sizes)),
+            f"validation_{scored}": scores.pooled.get(scored, mean),
             "validation_loss": float(np.average(scores.losses, weights=sizes)),
             **({self.score: scores.pooled[name]} if others else worst),
         }
