@@ -51,3 +51,11 @@ def test_metrics_are_those_of_the_held_out_rows(place):
             assert found[name]["n"] == len(y)
             if len(sites) > 1 and name not in ("loss",):
                 assert found[name]["low"] < found[name]["value"] < found[name]["high"], name
+
+
+def test_sites_without_comparable_pairs_report_null_and_stay_in_the_run(tmp_path):
+    survival_table(tmp_path / "patients.csv", n=60)
+    more = {"holdout": 0.1, "max_train_samples": None, "survival": {"until": 500, "bins": 2}}
+    result, _ = deployed(tmp_path, **survival_experiment(tmp_path / "patients.csv", **more))
+    assert len(result.clients) == 3
+    assert None in [row["concordance"] for row in result.clients]

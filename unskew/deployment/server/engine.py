@@ -258,9 +258,12 @@ class FlowerEngine:
                 return None
             if frame.kind != "scores":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
-            lowest, scores = self.setup.task.least, dict[str, float]()
+            task, scores = self.setup.task, dict[str, float]()
             for which in ("", "own_") if personal else ("",):
-                scores[f"{which}accuracy"] = read_number(frame.metrics, f"{which}accuracy", lowest, 1.0)
+                name = f"{which}accuracy"
+                # A primary metric that compares samples is undefined without pairs of them.
+                undefined = task.ranked and math.isnan(read_metric(frame.metrics, name))
+                scores[name] = math.nan if undefined else read_number(frame.metrics, name, task.least, 1.0)
                 scores[f"{which}loss"] = read_metric(frame.metrics, f"{which}loss")
             return scores
 

@@ -64,7 +64,13 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment, rows: Clien
 
 
 def fits_with(spec: DataSpec, request: SumRequest, rows: ClientRows) -> bool:
-    """Return whether the task of an experiment is fitted with a sum."""
+    """Return whether the task of an experiment is fitted with a sum.
+
+    Args:
+        spec: Data of the experiment.
+        request: Request for the sum.
+        rows: Training rows of the site.
+    """
     task = task_of_spec(spec)
     return task is not None and rows.y is not None and task.asks(request.kind, request.args, rows.y)
 
@@ -178,7 +184,13 @@ def masked_reply(
 
 
 def described(request: SumRequest, rows: ClientRows, lines: list[str]) -> Sums:
-    """Return the summands of a site, and add their description to the lines for its administrator."""
+    """Return the summands of a site, and add their description to the lines for its administrator.
+
+    Args:
+        request: Request for the sums.
+        rows: Training rows of the site.
+        lines: Lines to extend.
+    """
     ((own,), kind) = own_sums(rows, [request]), SUMS[request.kind]
     lines.append(f"{kind.describe(request)}; {num_bytes(own)} bytes")
     return own
