@@ -65,6 +65,7 @@ LINKS = {
     "data": ("sources", "data.md#sources"),
     "task": ("regression", "tables.md#numbers-as-outcomes"),
     "survival.event": ("survival analysis", "survival.md#configuration"),
+    "segmentation.classes": ("segmentation", "segmentation.md"),
     "categories": ("mixed columns", "tables.md#columns"),
     "label_separator": ("several labels", "data.md#several-labels-a-sample"),
     "features": ("tables", "data.md#tables"),

@@ -82,8 +82,8 @@ class Segmentation(Task):
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
         """Gray values of the classes, and of ignored pixels, if they are known, and class weights of the training."""
-        ignored = () if self.ignore is None else (self.ignore,)
-        known = {"values": self.values, "ignore": ignored, "class_weights": self.weights}
+        ignore = () if self.ignore is None else (self.ignore,)
+        known = {"values": self.values, "ignore": ignore, "class_weights": self.weights}
         return {name: tuple(map(float, values)) for name, values in known.items() if values}
 
     def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Segmentation:

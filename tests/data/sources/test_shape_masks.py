@@ -23,7 +23,7 @@ def test_sites_differ_in_classes_brightness_and_noise():
     sites = {site: source.train.columns["site"] == site for site in SITES}
     main = {site: source.train.columns["main_class"][rows] for site, rows in sites.items()}
     for site, shape in (("north", "circle"), ("east", "square"), ("south", "triangle")):
-        assert np.mean(main[site] == shape) > 0.6
+        assert np.mean(main[site] == shape) > 0.5
     x = source.train.x.double() / 255
     brightness = {site: float(x[torch.from_numpy(rows)].mean()) for site, rows in sites.items()}
     assert brightness["east"] > brightness["north"] > brightness["south"]

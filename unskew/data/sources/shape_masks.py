@@ -21,7 +21,7 @@ TRAIN, TEST = 100, 25
 CLASSES = ("background", "circle", "square", "triangle")
 OUTLINES = ("disc", "square", "triangle")
 """Names of the shapes in ``points_inside``, in the order of the classes."""
-COLORS = np.array([[0.85, 0.5, 0.5], [0.5, 0.8, 0.5], [0.5, 0.6, 0.9]])
+COLORS = np.array([[0.9, 0.45, 0.45], [0.45, 0.85, 0.45], [0.45, 0.55, 0.95]])
 """Mean color of each shape, around which colors vary."""
 
 
@@ -47,7 +47,7 @@ SITES = {
     "north": Site(1.0, 0.0, 0.02, 2.0, (0.70, 0.15, 0.15)),
     "east": Site(0.5, 1.0, 0.02, 1.0, (0.15, 0.70, 0.15)),
     "south": Site(2.0, 0.5, 0.08, 1.5, (0.15, 0.15, 0.70)),
-    "west": Site(1.4, 0.0, 0.15, 0.5, (0.34, 0.33, 0.33)),
+    "west": Site(1.4, 0.0, 0.1, 0.5, (0.34, 0.33, 0.33)),
 }
 
 
@@ -90,12 +90,12 @@ def draw_site(site: Site, n: int, draws: np.random.Generator) -> tuple[np.ndarra
     images = draws.uniform(0.25, 0.55, (n, 3, 1, 1)) + 0.08 * random_fields(n, 3, site.fall, draws, SIDE)
     for image, mask in zip(images, masks, strict=True):
         for _ in range(draws.integers(1, 4)):
-            center, angle, radius = draws.uniform(-22, 22, 2), draws.uniform(0, 2 * np.pi), draws.uniform(7, 14)
+            center, angle, radius = draws.uniform(-22, 22, 2), draws.uniform(0, 2 * np.pi), draws.uniform(9, 16)
             x, y = axis[None, :] - center[0], axis[:, None] - center[1]
             u, v = (x * np.cos(angle) + y * np.sin(angle)) / radius, (y * np.cos(angle) - x * np.sin(angle)) / radius
             shape = int(draws.choice(len(OUTLINES), p=site.mix))
             inside = points_inside(OUTLINES[shape], u, v)
-            image[:, inside] = (COLORS[shape] + draws.uniform(-0.15, 0.15, 3))[:, None]
+            image[:, inside] = (COLORS[shape] + draws.uniform(-0.1, 0.1, 3))[:, None]
             mask[inside] = shape + 1
     images = gaussian_filter(images, (0, 0, site.blur, site.blur)).clip(0, 1) ** site.gamma
     images += site.noise * draws.normal(size=images.shape)
