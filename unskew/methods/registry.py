@@ -49,6 +49,7 @@ METHODS: dict[str, str] = {
     "fedcog-authors": "unskew.methods.fedcog.authors:FedCOGAuthors",
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
+    "fedlesam": "unskew.methods.fedlesam:FedLESAM",
     "fedexp": "unskew.methods.fedexp:FedExP",
     "fednova": "unskew.methods.fednova:FedNova",
     "feddyn": "unskew.methods.feddyn:FedDyn",
@@ -115,6 +116,8 @@ COMPOSITIONS: dict[str, tuple[str, str]] = {
     "fedspeed": ("fedsam:rho=0.1+feddyn:alpha=0.1", "Sun et al. 2023, arXiv:2302.10429"),
     "fedgamma": ("fedsam:rho=0.01+scaffold", "Dai et al. 2023, IEEE TNNLS"),
     "mofedsam": ("fedsam:rho=0.1+fedcm:alpha=0.1", "Qu et al. 2022, arXiv:2206.02618"),
+    "fedlesam-s": ("fedlesam:rho=0.5+scaffold", "Fan et al. 2024, arXiv:2405.18890"),
+    "fedlesam-d": ("fedlesam:rho=0.1+feddyn:alpha=0.1", "Fan et al. 2024, arXiv:2405.18890"),
 }
 """Names of published compositions: the method expression with the authors' options, and the paper."""
 
