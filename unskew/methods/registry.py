@@ -82,6 +82,7 @@ METHODS: dict[str, str] = {
     "perfedavg": "unskew.methods.perfedavg:PerFedAvg",
     "fedreg": "unskew.methods.fedreg:FedReg",
     "feddecorr": "unskew.methods.feddecorr:FedDecorr",
+    "feduv": "unskew.methods.feduv:FedUV",
     "fedntd": "unskew.methods.fedntd:FedNTD",
     "fedlc": "unskew.methods.fedlc:FedLC",
     "fedrs": "unskew.methods.fedrs:FedRS",
