@@ -14,6 +14,7 @@ second term hyperspherical. For a batch of one sample both terms are omitted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
@@ -64,7 +65,9 @@ class FedUV(ClientRule):
             logits, features = ctx.model(v, batch.x, batch.track)
             if self.lam:
                 loss = loss + self.lam * variance_gap(logits.softmax(1))
-            return loss + self.mu * crowding(features.to(v.dtype)) if self.mu else loss
+            if self.mu:
+                loss = loss + self.mu * crowding(features.to(v.dtype))
+            return loss
 
         return spread
 
@@ -73,7 +76,7 @@ def variance_gap(p: Tensor) -> Tensor:
     """Compute ``mean_c relu(1/sqrt(C) - std p_c)`` of probabilities ``[B, C]``, ``B >= 2``; a scalar."""
     # The lower bound keeps the gradient finite if a class has the same probability for all samples.
     std = p.var(0).clamp_min(torch.finfo(p.dtype).tiny).sqrt()
-    return (p.shape[1] ** -0.5 - std).relu().mean()
+    return (1 / math.sqrt(p.shape[1]) - std).relu().mean()
 
 
 def crowding(features: Tensor) -> Tensor:

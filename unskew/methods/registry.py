@@ -50,6 +50,7 @@ METHODS: dict[str, str] = {
     "moon": "unskew.methods.moon:Moon",
     "fedsam": "unskew.methods.fedsam:FedSAM",
     "fedlesam": "unskew.methods.fedlesam:FedLESAM",
+    "fedsol": "unskew.methods.fedsol:FedSOL",
     "fedexp": "unskew.methods.fedexp:FedExP",
     "fednova": "unskew.methods.fednova:FedNova",
     "feddyn": "unskew.methods.feddyn:FedDyn",
