@@ -74,6 +74,7 @@ METHODS: dict[str, str] = {
     "lgfedavg": "unskew.methods.lgfedavg:LGFedAvg",
     "fedbabu": "unskew.methods.fedbabu:FedBABU",
     "fedrod": "unskew.methods.fedrod:FedRoD",
+    "feddbe": "unskew.methods.feddbe:FedDBE",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "flora": "unskew.methods.flora:FLoRA",
