@@ -88,6 +88,7 @@ METHODS: dict[str, str] = {
     "fedntd": "unskew.methods.fedntd:FedNTD",
     "fedlc": "unskew.methods.fedlc:FedLC",
     "fedrs": "unskew.methods.fedrs:FedRS",
+    "fedetf": "unskew.methods.fedetf:FedETF",
     "ccvr": "unskew.methods.ccvr:CCVR",
     "fedssyn": "unskew.methods.fedssyn.fedssyn:Fedssyn",
     "vhl": "unskew.methods.vhl:VHL",
