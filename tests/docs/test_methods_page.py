@@ -112,6 +112,7 @@ def test_the_costs_of_methods_are_those_counted():
             "g": g,
             "C": 10,
             "Cf": 10 * 8,
+            "2Cf": 2 * 10 * 8,
             "f": 8,
             "w": 10,
             "fw": 8 * 10,

@@ -70,6 +70,7 @@ METHODS: dict[str, str] = {
     "pfedme": "unskew.methods.pfedme:PFedMe",
     "fedala": "unskew.methods.fedala:FedALA",
     "fedrep": "unskew.methods.fedrep:FedRep",
+    "fedpac": "unskew.methods.fedpac:FedPAC",
     "fedper": "unskew.methods.fedper:FedPer",
     "lgfedavg": "unskew.methods.lgfedavg:LGFedAvg",
     "fedbabu": "unskew.methods.fedbabu:FedBABU",
