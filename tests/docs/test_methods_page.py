@@ -112,6 +112,10 @@ def test_the_costs_of_methods_are_those_counted():
             "g": g,
             "C": 10,
             "Cf": 10 * 8,
+            "2Cf": 2 * 10 * 8,
+            "f": 8,
+            "w": 10,
+            "fw": 8 * 10,
             "none": 0,
         }
         numbers["s"] = 10 * 2 * 64 + 10 * 2 // 4  # two images of each class, a byte for a label

@@ -8,8 +8,9 @@ PURPOSES = """
 attack noise; attackers; augment; backdoor images; batches; bootstrap; broadcast compression; canary; client speed;
 client's generator;
 cohort; compression; delay; diagnosed clients; diagnosed images; diagnosed samples; dpsgd client; drop; evaluated clients;
-exemplars; export; feddm client; fedgen client; generator; generator epoch; generator noise; generator sample;
- generator step; generator subset; holdout; ifca models; initial model; keep_samples; key; logistic noise; logistic shuffle;
+exemplars; export; feddm client; fedetf classifier; fedgen client; generator; generator epoch; generator noise;
+ generator sample; generator step; generator subset; holdout;
+ ifca models; initial model; keep_samples; key; logistic noise; logistic shuffle;
  logistic split; model draws; power iteration; quadratic order; quadratic problem;
  quadratic shuffle; server; server draws; server noise; shift noise; site noise;
  synthetic shuffle; tune {self.number}; unseen clients; vhl client; virtual set

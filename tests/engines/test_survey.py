@@ -123,6 +123,41 @@ def test_a_resumed_run_is_the_same_bit_for_bit(when, tmp_path):
         assert all(torch.equal(old[-1][name], new[-1][name]) for name in old[-1])
 
 
+@pytest.mark.parametrize(("engine", "together"), ENGINES)
+def test_a_rule_may_survey_the_received_and_the_trained_model(engine, together, monkeypatch):
+    """The second survey sees the sums of the first, and the carry has those that ``begin`` keeps for ``end``."""
+
+    class Both(Surveyor):
+        def survey(self, ctx, v, forward, batch):
+            first = ctx.survey["loss"] if ctx.survey else torch.zeros((), dtype=v.dtype)
+            return {**super().survey(ctx, v, forward, batch), "product": len(batch.y) * first}
+
+        def end(self, ctx, carry, v):
+            ctx.upload.update(ctx.survey, early=carry["early"])
+
+    rule, clients = Both(("received", "trained")), federation().clients
+    if together != 1:
+        monkeypatch.setattr(GroupTrainer, "train", GroupTrainer.mapped)
+    train(rule, engine, clients_per_group=together)
+    for v, b, k, delta, buffers, sums in rule.seen:
+        for name, value in expected(v + delta, buffers, clients[k]).items():
+            assert_close(sums[name].numpy(), value, TRAINING)
+        received = expected(v, b, clients[k])["loss"]
+        assert_close(sums["early"].numpy(), received, TRAINING)
+        assert_close(sums["product"].numpy(), SIZES[k] * received, TRAINING)
+
+
+def test_surveys_of_two_rules_at_different_times_stay_apart(monkeypatch):
+    class Other(Surveyor):
+        name = "other"
+
+    monkeypatch.setattr(GroupTrainer, "train", GroupTrainer.mapped)
+    first, second = Surveyor("received"), Other("trained")
+    train([first, second], clients_per_group=3)
+    for v, b, k, _, _, sums in first.seen:
+        assert_close(sums["loss"].numpy(), expected(v, b, federation().clients[k])["loss"], TRAINING)
+
+
 def test_a_survey_does_not_change_training():
     plain = train("fedavg")
     for when in ("received", "trained"):

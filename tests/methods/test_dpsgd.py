@@ -307,6 +307,8 @@ SUPPORTED = {
         "feddyn",
         "fednova",
         "fedpvr",
+        "fedacg",
+        "fedlesam",
         "fedals",
         "fedrep",
         "fedper",

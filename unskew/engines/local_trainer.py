@@ -30,7 +30,7 @@ from unskew.models.batch_norm import rejects_single_samples
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn, Model
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
-from unskew.protocol.rules import ClientRule, SurveyTime
+from unskew.protocol.rules import ClientRule, SurveyTime, survey_times
 from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
 
@@ -152,7 +152,7 @@ class LocalTrainer:
         self.model = BoundModel(setup.spec, setup.device)
         self.inputs = ClientInputs(setup)
         self.needs_full_gradient = any(
-            "full_gradient" in rule.needs and rule.survey_at != "asked" for rule in setup.rules
+            "full_gradient" in rule.needs and "asked" not in survey_times(rule) for rule in setup.rules
         )
 
     @cached_property
@@ -199,7 +199,7 @@ class LocalTrainer:
             b: Its buffers, ``[m]``.
         """
         setup, device = self.setup, self.setup.device
-        if all(rule.survey_at != when for rule in setup.rules):
+        if all(when not in survey_times(rule) for rule in setup.rules):
             return {}
         ctxs = self.inputs.contexts(move_to(inputs, device), self.model, broadcast.round)
         client = setup.federation.clients[broadcast.client]
@@ -218,7 +218,7 @@ class LocalTrainer:
         inputs["survey"] = self.surveys(when, broadcast, inputs, v, b)
         written: list[tuple[Tensors, Tensors]] = []
         for rule, ctx in zip(setup.rules, self.inputs.contexts(inputs, self.model, broadcast.round, True), strict=True):
-            if rule.survey_at == when:
+            if when in survey_times(rule):
                 rule.end(ctx, {}, v)
             written.append((ctx.state, ctx.upload))
         metrics = {"loss": 0.0, "steps": 0.0, "setup_seconds": 0.0, "train_seconds": time.perf_counter() - began}

@@ -14,7 +14,7 @@ from unskew.models.execution import Batch, BoundModel
 from unskew.models.spec import ModelOutput
 from unskew.protocol.context import Context
 from unskew.protocol.messages import Tensors
-from unskew.protocol.rules import ClientRule, SurveyTime
+from unskew.protocol.rules import ClientRule, SurveyTime, survey_times
 
 CHUNK = 500
 """Samples of one forward pass; the order of summation, and so the last bits of a sum, depend on it."""
@@ -93,5 +93,5 @@ def take_surveys(
     return {
         rule.name: take_survey(rule, ctx, model, normalize, client, v, b)
         for rule, ctx in zip(rules, ctxs, strict=True)
-        if rule.survey_at == when
+        if when in survey_times(rule)
     }

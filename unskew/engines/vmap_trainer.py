@@ -29,6 +29,7 @@ from unskew.errors import UnskewError
 from unskew.models.grouped.context import GroupedModel, use_grouped
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, SummedUpdate, Tensors, Update, replace_fields
+from unskew.protocol.rules import survey_times
 
 MAX_RECORDED_BYTES = 4 << 30
 """Size of the fixed tensors of recorded cohorts above which those that were not used for the longest time are dropped."""
@@ -216,7 +217,7 @@ class GroupTrainer:
         if isinstance(cohort, RecordedCohort) and cohort.reasons:
             self._warn_unrecorded(cohort.reasons[0])
         b, v, state = cohort.b, cohort.v, cohort.state
-        if any(rule.survey_at == "trained" for rule in setup.rules):
+        if any("trained" in survey_times(rule) for rule in setup.rules):
             cohort.stacked, cohort.dims = self._trained_surveys(broadcasts, cohort.stacked, cohort.dims, v, b)
         plain = not any(
             sent.report or sent.carry_of or sent.keeps_optimizer or sent.up is not None for sent in broadcasts
@@ -312,9 +313,10 @@ class GroupTrainer:
         singly = []
         for k, broadcast in enumerate(broadcasts):
             own_inputs = select_rows(stacked, k, dims)
-            singly.append(self.single.surveys("trained", broadcast, own_inputs, v[k], b[k]))
-        surveys, axes = stack_trees(singly, self.setup.device)
-        return {**stacked, "survey": surveys}, {**dims, "survey": axes}
+            surveys = self.single.surveys("trained", broadcast, own_inputs, v[k], b[k])
+            singly.append({**own_inputs["survey"], **surveys})
+        sums, axes = stack_trees(singly, self.setup.device)
+        return {**stacked, "survey": sums}, {**dims, "survey": axes}
 
     def _read(self, losses: Tensor, results: Tree) -> tuple[list[float], list[bool]]:
         """Return the clients' losses, and for which all results are known to be finite, in one read of the device."""

@@ -59,7 +59,8 @@ PURPOSE = derive(0, "dpsgd client")
 AT_ONCE = 1 << 26
 """Largest number of values in the gradients of single samples that are in memory at once, per client."""
 ALLOWED: Mapping[str, Collection[str]] = {
-    "gradient": ("fedprox", "scaffold", "feddyn", "fedpvr"),  # one gradient per step, to which they add other terms
+    # One gradient per step, to which they add other terms, or at a point that depends on received models only.
+    "gradient": ("fedprox", "fedacg", "scaffold", "feddyn", "fedpvr", "fedlesam"),
     "trainable_mask": ("fedrep", "fedbabu"),
 }
 """Rules that may override a hook that sees batches."""

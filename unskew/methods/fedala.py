@@ -26,7 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.data.federation import take_rows
+from unskew.methods.client_features import features_of
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.payload import scatter_slices
@@ -34,8 +34,6 @@ from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
 
-CHUNK = 500
-"""Samples of one forward pass."""
 PASSES, SPREAD, MOST = 10, 0.1, 100
 """The first time, passes end if the standard deviation of the last ten losses is below 0.1, or after 100."""
 PURPOSE = 5
@@ -93,7 +91,7 @@ class FedALA(ClientRule):
         w = torch.ones_like(own) if w is None else w
         count = max(1, int(self.share * len(y)))
         drawn = uniform(fold(ctx.key, PURPOSE), (len(y),)).argsort()[:count].to(y.device)
-        features, y = self.features(ctx, drawn), y[drawn].to(own.device)
+        features, y = features_of(ctx, ctx.v_global, ctx.b_global, drawn), y[drawn].to(own.device)
 
         def loss(head: Tensor, a: Tensor, targets: Tensor) -> Tensor:
             return ctx.task.loss(ctx.spec.head(head, a), targets)
@@ -108,20 +106,6 @@ class FedALA(ClientRule):
             if len(losses) > PASSES and float(torch.tensor(losses[-PASSES:]).std(correction=0)) < SPREAD:
                 break
         return w
-
-    def features(self, ctx: Context, index: Tensor) -> Tensor:
-        """Return the features of samples in the received body, in eval mode, ``[n, f]``.
-
-        Args:
-            ctx: Context of the client in this round.
-            index: Numbers of the samples, ``[n]``.
-        """
-        parts = []
-        with torch.no_grad():
-            for part in torch.split(index, CHUNK):
-                x = ctx.inputs(take_rows(ctx.client_info["x"], part))
-                parts.append(ctx.spec.forward(ctx.v_global, ctx.b_global, x).features.to(ctx.v_global.dtype))
-        return torch.cat(parts)
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
         """Freeze the mixture after the last round."""

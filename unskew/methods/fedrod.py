@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import torch
@@ -26,11 +25,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
-from unskew.methods.partial_sharing import PartialSharing
-from unskew.models.body_head import replace_linear_head, slices_where
+from unskew.methods.partial_sharing import LocalHeadParameters
+from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
-from unskew.protocol.rules import Context, Method, Slices, Tensors
+from unskew.protocol.rules import Context, Method, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -50,20 +49,8 @@ class TwoHeads(nn.Module):
         return self.generic(x) + self.personal(x)  # type: ignore[no-any-return]
 
 
-@lru_cache(maxsize=16)
-def head_slices(spec: ModelSpec, personal: bool) -> Slices:
-    """Return the slices of the personal head, or of the rest of the model.
-
-    Args:
-        spec: Layout of the model.
-        personal: Select the personal head.
-    """
-    prefix = f"{spec.head_name}.personal."
-    return slices_where(spec.names, spec.sizes, lambda name: name.startswith(prefix) == personal)
-
-
 @dataclass(frozen=True)
-class FedRoD(LogitAdjustment, PartialSharing):
+class FedRoD(LogitAdjustment, LocalHeadParameters):
     """Generic and personal heads on a shared body.
 
     Attributes:
@@ -75,6 +62,7 @@ class FedRoD(LogitAdjustment, PartialSharing):
     paper: ClassVar[str] = "Chen and Chao 2022, arXiv:2107.00778"
     # Half a decade around the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": log_range(0.3, 3.0)}
+    local_parameters: ClassVar[tuple[str, ...]] = ("personal.weight", "personal.bias")
 
     gamma: Annotated[float, Field(gt=0)] = 1.0
 
@@ -93,26 +81,18 @@ class FedRoD(LogitAdjustment, PartialSharing):
         """
         return replace_linear_head(module, head, TwoHeads, self.name)
 
-    def shared_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slices of the body and the generic head."""
-        return head_slices(spec, False)
-
-    def local_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slices of the personal head."""
-        return head_slices(spec, True)
-
     def conflict_with(self, method: Method) -> str | None:
         """Reject what rules with adjusted logits, or a shared part reject."""
         adjusted = LogitAdjustment.conflict_with(self, method)
         other = next((rule.name for rule in method.client if "final_training" in rule.needs), None)
         own = f"{other} and fedrod both define a client's personal model. Remove one of them." if other else None
-        return adjusted or PartialSharing.conflict_with(self, method) or own
+        return adjusted or LocalHeadParameters.conflict_with(self, method) or own
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the loss has no class weights, and that updates are not delayed; warn about single classes."""
         remedy = "Only their personal heads learn. Use fedper or fedrep, or a partition with more classes per client."
         notes = single_class_note(run.federation, "the loss of fedrod's generic head", remedy)
-        return [*LogitAdjustment.check(self, run), *PartialSharing.check(self, run), *notes]
+        return [*LogitAdjustment.check(self, run), *LocalHeadParameters.check(self, run), *notes]
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return ``z + gamma log n_k``, which is ``-inf`` for absent classes."""

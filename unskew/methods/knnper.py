@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Annotated, ClassVar
 
 import torch
@@ -25,18 +24,15 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.data.federation import take_rows
-from unskew.methods.partial_sharing import PartialSharing
-from unskew.models.body_head import replace_linear_head, slices_where
+from unskew.methods.client_features import features_of
+from unskew.methods.partial_sharing import LocalHeadParameters
+from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch
-from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Slices, Tensors
+from unskew.protocol.rules import START, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 from unskew.seeding import fold, uniform
 
-CHUNK = 500
-"""Samples of one forward pass."""
 PURPOSE = 6
 """Separates the draw of samples from other draws with a client's key."""
 STORE = ("keys", "labels")
@@ -70,20 +66,8 @@ class HeadWithNeighbors(nn.Module):
         return torch.where(empty.all(), logits, torch.log(mixed.clamp_min(torch.finfo(mixed.dtype).tiny)))
 
 
-@lru_cache(maxsize=16)
-def store_slices(spec: ModelSpec, stored: bool) -> Slices:
-    """Return the slices of the client's samples, or of the rest of the model.
-
-    Args:
-        spec: Layout of the model.
-        stored: Select the samples.
-    """
-    names = {f"{spec.head_name}.{name}" for name in STORE}
-    return slices_where(spec.names, spec.sizes, lambda name: (name in names) == stored)
-
-
 @dataclass(frozen=True)
-class KNNPer(ClientRule, PartialSharing):
+class KNNPer(ClientRule, LocalHeadParameters):
     """The global model with a memory of the client's own samples.
 
     Attributes:
@@ -99,6 +83,7 @@ class KNNPer(ClientRule, PartialSharing):
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
     needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True
+    local_parameters: ClassVar[tuple[str, ...]] = STORE
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
 
@@ -122,14 +107,6 @@ class KNNPer(ClientRule, PartialSharing):
         """
         return replace_linear_head(module, head, lambda old: HeadWithNeighbors(old, self), self.name)
 
-    def shared_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slices of the model without the samples."""
-        return store_slices(spec, False)
-
-    def local_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slices of the samples."""
-        return store_slices(spec, True)
-
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""
         return {"x": data.client.x, "y": data.client.y}
@@ -138,19 +115,15 @@ class KNNPer(ClientRule, PartialSharing):
         """After the last round, write features and labels of the client's samples into the model."""
         if not ctx.final:
             return {}
-        x, y = ctx.client_info["x"], ctx.client_info["y"]
+        y = ctx.client_info["y"]
         drawn = torch.arange(len(y), device=y.device)
         if len(y) > self.capacity:
             drawn = uniform(fold(ctx.key, PURPOSE), (len(y),)).argsort()[: self.capacity].to(y.device)
-        features = []
-        with torch.no_grad():
-            for part in torch.split(drawn, CHUNK):
-                output = ctx.spec.forward(ctx.v_global, ctx.b_global, ctx.inputs(take_rows(x, part)))
-                features.append(output.features.to(ctx.v_global.dtype))
+        features = features_of(ctx, ctx.v_global, ctx.b_global, drawn)
         start = ctx.v_global.clone()
         parameters = ctx.spec.parameters(start)  # views
         keys, labels = (parameters[f"{ctx.spec.head_name}.{name}"] for name in STORE)
-        keys[: len(drawn)] = torch.cat(features)
+        keys[: len(drawn)] = features
         labels[: len(drawn)] = (y[drawn] + 1).to(labels)
         return {START: start}
 

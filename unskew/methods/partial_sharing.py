@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from typing import ClassVar
 
 from unskew.errors import ConfigError
-from unskew.models.body_head import merge_slices
+from unskew.models.body_head import merge_slices, slices_where
 from unskew.models.layer_groups import layer_groups
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule, Method, ServerRule, Slices, SyncRule, Tensors
@@ -56,6 +58,34 @@ class PartialSharing(SyncRule):
             if rule.has_personal_model:
                 return f"{rule.name} and {self.name} both define a client's personal model. Remove one of them."
         return None
+
+
+class LocalHeadParameters(PartialSharing):
+    """Keeps named parameters of the head at the clients, whose values in the global model are the initial ones."""
+
+    local_parameters: ClassVar[tuple[str, ...]]
+    """Names of these parameters within the head."""
+
+    def shared_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of all other parameters."""
+        return head_parameters(spec, self.local_parameters, False)
+
+    def local_slices(self, spec: ModelSpec) -> Slices:
+        """Return the slices of the parameters that stay at the clients."""
+        return head_parameters(spec, self.local_parameters, True)
+
+
+@lru_cache(maxsize=16)
+def head_parameters(spec: ModelSpec, names: tuple[str, ...], selected: bool) -> Slices:
+    """Return the slices of named parameters of the head, or of the rest of the model.
+
+    Args:
+        spec: Layout of the model.
+        names: Names of parameters within the head.
+        selected: Return the slices of these parameters.
+    """
+    own = {f"{spec.head_name}.{name}" for name in names}
+    return slices_where(spec.names, spec.sizes, lambda name: (name in own) == selected)
 
 
 def last_layers(spec: ModelSpec, count: int, option: str) -> tuple[Slices, Slices]:

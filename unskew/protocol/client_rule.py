@@ -36,8 +36,8 @@ class ClientRule(WithServerHalf):
     stage: ClassVar[Stage] = "transform"
     """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
 
-    survey_at: ClassVar[SurveyTime | None] = None
-    """Model that ``survey`` evaluates on all samples of the client; None for no survey."""
+    survey_at: ClassVar[SurveyTime | tuple[SurveyTime, ...] | None] = None
+    """Model that ``survey`` evaluates on all samples of the client, or several in a tuple; None for no survey."""
 
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
@@ -79,9 +79,11 @@ class ClientRule(WithServerHalf):
 
         ``survey_at`` names the model: the ``received`` one before the first step, the ``trained`` one after the last step,
         or the ``final`` one, for which all clients are asked once after the last round. The sums are in ``ctx.survey``: from
-        ``begin`` on for the received model, and in ``end`` for the others. With ``asked``, the clients of a round first
-        answer without training: ``end`` runs with an empty carry, and ``server_update`` with its uploads, before the
-        broadcasts of the round. Only simulations support this.
+        ``begin`` on for the received model, and in ``end`` for the others. With ``("received", "trained")``, the second
+        survey finds the sums of the first in ``ctx.survey``, and ``end`` those of the second; ``begin`` returns in the carry
+        what ``end`` needs of the first. With ``asked``, the clients of a round first answer without training: ``end`` runs
+        with an empty carry, and ``server_update`` with its uploads, before the broadcasts of the round. Only simulations
+        support this.
 
         Args:
             ctx: Context of the client in this round.
@@ -218,6 +220,16 @@ class ClientRule(WithServerHalf):
             has received the last broadcast.
         """
         raise NotImplementedError
+
+
+def survey_times(rule: ClientRule) -> tuple[SurveyTime, ...]:
+    """Return the times at which a rule takes surveys.
+
+    Args:
+        rule: The rule.
+    """
+    times = rule.survey_at
+    return () if times is None else (times,) if isinstance(times, str) else times
 
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:

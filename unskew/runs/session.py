@@ -12,6 +12,7 @@ from unskew.filesystem import make_folder, write_atomic
 from unskew.measurements.registry import make_diagnostics
 from unskew.methods.registry import REFERENCES
 from unskew.plots.method_plots import METHOD_PLOTS
+from unskew.protocol.rules import survey_times
 from unskew.records.recorder import write_about
 from unskew.records.result import Result
 from unskew.runs.artifacts import write_artifacts
@@ -148,7 +149,7 @@ class Session:
     def _close(self, engine: Engine) -> dict[str, Any]:
         """Run the surveys after the last round, if the method has any; return the metrics of the new final model."""
         parts = self.parts
-        if all(rule.survey_at != "final" for rule in parts.method.client):
+        if all("final" not in survey_times(rule) for rule in parts.method.client):
             return {}
         round, task = parts.config.rounds, parts.task
         clock = parts.network.clock

@@ -16,6 +16,7 @@ from unskew.engines.base import Engine
 from unskew.engines.run_threads import wait_for_runs
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Update
+from unskew.protocol.rules import survey_times
 from unskew.seeding import derive, seeded_globals
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
@@ -71,7 +72,7 @@ def run_rounds(
         sends_models: Returns whether clients send their whole models in a round, if the evaluated model needs them.
     """
     setup, state = server.setup, server.state
-    asks = any(rule.survey_at == "asked" for rule in setup.method.client)
+    asks = any("asked" in survey_times(rule) for rule in setup.method.client)
     with interruptible() as stopped:
         for t in rounds:
             draws = derive(setup.seed, "server draws", t)

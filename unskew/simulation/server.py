@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from unskew.engines.base import Engine
 from unskew.protocol.messages import EVALUATED, SummedUpdate, Tensors, Update
+from unskew.protocol.rules import survey_times
 from unskew.simulation.aggregator import Aggregator
 from unskew.simulation.broadcaster import Broadcaster
 from unskew.simulation.client_records import ClientRecords
@@ -83,7 +84,7 @@ class Server:
                 collected.add(reply)
         if collected.aggregate.count:
             updates = self.aggregator.updates(round, collected, state.b, state.v)
-            asking = {rule.name: rule for rule in method.client if rule.survey_at == "asked"}
+            asking = {rule.name: rule for rule in method.client if "asked" in survey_times(rule)}
             state.set_rules({name: rule.server_update(state.rules[name], updates) for name, rule in asking.items()})
 
     def close(self, round: int, replies: Iterable[Update | SummedUpdate]) -> None:
@@ -112,7 +113,7 @@ class Server:
         if not collected.aggregate.count:
             return
         for rule in method.client:
-            if rule.survey_at == "final":
+            if "final" in survey_times(rule):
                 v, b = self.selection.evaluated
                 updates = self.aggregator.updates(round, collected, self.state.b, v)
                 model = rule.server_update(self.state.rules[rule.name], updates).get(EVALUATED)

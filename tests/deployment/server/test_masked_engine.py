@@ -35,6 +35,7 @@ pytestmark = pytest.mark.usefixtures("short_waits")
         pytest.param("qfedavg", {}, marks=pytest.mark.slow),
         pytest.param("ifca:blocks=true", {}, marks=pytest.mark.slow),
         pytest.param("fedproto", {"model": "mlp"}, marks=pytest.mark.slow),
+        pytest.param("feddbe", {"model": "mlp"}, marks=pytest.mark.slow),
         pytest.param(
             "fedrep", {"model": "mlp", "rounds": 3, "participation": 0.8, "clients": 4}, marks=pytest.mark.slow
         ),

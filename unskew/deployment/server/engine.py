@@ -120,7 +120,9 @@ class FlowerEngine:
     roster: Mapping[int, Any]
     folder: Path | None
     outdated: set[int] = field(default_factory=set, init=False)
-    _placeholder: dict[bool, dict[str, Tensors]] = field(default_factory=dict, init=False)
+    _placeholder: dict[tuple[bool, frozenset[tuple[str, str]]], dict[str, Tensors]] = field(
+        default_factory=dict, init=False
+    )
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort at its sites and yield the updates in broadcast order, without late or invalid ones."""
@@ -194,11 +196,14 @@ class FlowerEngine:
         """Return the uploads of a placeholder client, by rule and name; those of all sites must have their layout.
 
         Args:
-            broadcast: Broadcast of the round; a survey after the last round has other uploads than the rounds before.
+            broadcast: Broadcast of the round; a survey after the last round has other uploads than the rounds before, and
+                a rule may send others from the round on in which its server half sends something.
         """
-        if broadcast.closing not in self._placeholder:
-            self._placeholder[broadcast.closing] = placeholder_upload(self.setup, broadcast)
-        return self._placeholder[broadcast.closing]
+        sent = frozenset((rule, name) for rule, tensors in broadcast.download.items() for name in tensors)
+        key = broadcast.closing, sent
+        if key not in self._placeholder:
+            self._placeholder[key] = placeholder_upload(self.setup, broadcast)
+        return self._placeholder[key]
 
     @property
     def in_flight(self) -> set[int]:

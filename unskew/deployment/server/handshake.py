@@ -28,7 +28,7 @@ from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import cohort_size
-from unskew.protocol.rules import Method
+from unskew.protocol.rules import Method, survey_times
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.validation import resolve_run
@@ -59,7 +59,7 @@ def check_method_over_sites(
         )
     if run.plan.candidates is not None:
         raise ConfigError("sampling=power-of-choice is available in simulations only. Use sampling=fixed.")
-    asking = next((rule.name for rule in method.client if rule.survey_at == "asked"), None)
+    asking = next((rule.name for rule in method.client if "asked" in survey_times(rule)), None)
     if asking is not None:
         raise ConfigError(f"{asking} needs two exchanges per round and is available in simulations only.")
     simulated = next((rule.simulated_only for rule in method.data if rule.simulated_only is not None), None)

@@ -34,6 +34,7 @@ from unskew.methods.registry import method as method_of
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import gather_slices
+from unskew.protocol.rules import survey_times
 from unskew.runs.build_model import initial_spec, match_model_input_range
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.validation import resolve_weighting
@@ -285,7 +286,7 @@ class SiteTrainer:
         """Validate that a message is for one of the rounds of the experiment, or for the surveys after the last one."""
         done = read_integer(request.config, "round")
         after_last = request.kind == "evaluate" or request.config.get("closing") is True
-        if request.config.get("closing") is True and not any(r.survey_at == "final" for r in self.method.client):
+        if request.config.get("closing") is True and not any("final" in survey_times(r) for r in self.method.client):
             raise InvalidMessageError("the method has no survey after the last round")
         if done + (not after_last) > self.config.rounds:
             raise InvalidMessageError(
