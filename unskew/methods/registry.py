@@ -62,6 +62,7 @@ METHODS: dict[str, str] = {
     "feddisco": "unskew.methods.feddisco:FedDisco",
     "ifca": "unskew.methods.ifca:IFCA",
     "fedproto": "unskew.methods.fedproto:FedProto",
+    "fedamp": "unskew.methods.fedamp:FedAMP",
     "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "apfl": "unskew.methods.apfl:APFL",
