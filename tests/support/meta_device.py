@@ -19,7 +19,8 @@ NOT_HERE = {
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
-        ["mimelite", "ifca", "fedproto", "qfedavg"], "takes a pass over each client's data, one client after the other"
+        ["mimelite", "ifca", "fedproto", "fedtgp", "fedgh", "qfedavg"],
+        "takes a pass over each client's data, one client after the other",
     ),
     "dpsgd": "does not support the BatchNorm of this model",
     **dict.fromkeys(["fedala", "knnper"], "trains clients one at a time, which reads the device for each"),

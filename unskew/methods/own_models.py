@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar
 
 import torch
@@ -76,7 +76,7 @@ class OwnModels(ClientRule, SyncRule, ServerRule):
 class ClassMeans(OwnModels):
     """Base of methods whose clients send the mean feature of each of their classes."""
 
-    needs = ("one_class",)
+    needs: Collection[str] = ("one_class",)
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"present": (0.0, 1.0)}
     survey_at: ClassVar[SurveyTime | None] = "trained"
 

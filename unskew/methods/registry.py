@@ -62,6 +62,8 @@ METHODS: dict[str, str] = {
     "feddisco": "unskew.methods.feddisco:FedDisco",
     "ifca": "unskew.methods.ifca:IFCA",
     "fedproto": "unskew.methods.fedproto:FedProto",
+    "fedtgp": "unskew.methods.fedtgp:FedTGP",
+    "fedgh": "unskew.methods.fedgh:FedGH",
     "fedamp": "unskew.methods.fedamp:FedAMP",
     "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
