@@ -310,6 +310,7 @@ SUPPORTED = {
         "fedals",
         "fedrep",
         "fedper",
+        "fedsa",
         "lgfedavg",
         "fedbabu",
         "fedbn",

@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.federations import QUICK, SmallBatchNorm, blobs
+from support.federations import LORA, QUICK, SmallBatchNorm, blobs
 from support.protocol import server_of
 from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
@@ -15,7 +15,7 @@ from unskew.tasks.registry import TASKS
 META = torch.device("meta")
 ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
 NOT_HERE = {
-    "flora": "needs a model with LoRA factors",
+    **dict.fromkeys(LORA, "needs a model with LoRA factors"),
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(

@@ -78,6 +78,8 @@ METHODS: dict[str, str] = {
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "flora": "unskew.methods.flora:FLoRA",
+    "fedsa": "unskew.methods.fedsa:FedSA",
+    "fedex": "unskew.methods.fedex:FedEx",
     "fedbn": "unskew.methods.fedbn:FedBN",
     "knnper": "unskew.methods.knnper:KNNPer",
     "ft": "unskew.methods.finetune:FineTune",
