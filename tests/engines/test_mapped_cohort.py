@@ -20,6 +20,7 @@ from unskew.protocol.messages import START
 ALONE = {
     **dict.fromkeys(LORA, "needs a model with LoRA factors"),
     "fedala": "trains clients one at a time",
+    "fedas": "trains clients one at a time",
     "knnper": "trains clients one at a time",
     "center": "pools the clients",
     "fedssyn": "shares images",

@@ -23,7 +23,7 @@ NOT_HERE = {
         "takes a pass over each client's data, one client after the other",
     ),
     "dpsgd": "does not support the BatchNorm of this model",
-    **dict.fromkeys(["fedala", "knnper"], "trains clients one at a time, which reads the device for each"),
+    **dict.fromkeys(["fedala", "fedas", "knnper"], "trains clients one at a time, which reads the device for each"),
     **dict.fromkeys(["heterofl", "fedrolex"], "trains the clients of each rate as a group, which reads once per group"),
     **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),
 }

@@ -74,6 +74,7 @@ METHODS: dict[str, str] = {
     "fedper": "unskew.methods.fedper:FedPer",
     "lgfedavg": "unskew.methods.lgfedavg:LGFedAvg",
     "fedbabu": "unskew.methods.fedbabu:FedBABU",
+    "fedas": "unskew.methods.fedas:FedAS",
     "fedrod": "unskew.methods.fedrod:FedRoD",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
