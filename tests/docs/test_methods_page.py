@@ -4,7 +4,7 @@ import dataclasses
 import re
 
 import pytest
-from support.federations import QUICK
+from support.federations import LORA, QUICK
 from support.pages import DOCS, ROOT, built, section, table
 
 import unskew
@@ -92,7 +92,7 @@ def test_the_costs_of_methods_are_those_counted():
     """In the second round, when nothing is missing any more and no body is due; all layers are linear."""
     options = {"model": "mlp", "model_options": {"hidden": [8]}}
     options |= {"rounds": 2, "local_steps": 1, "clients": 4, "partition": "iid", "engine": "inline"}
-    for name in set(METHODS) - {"flora"}:  # tests/methods/test_flora.py counts it, in a model with LoRA factors
+    for name in set(METHODS) - {*LORA}:  # tests of their own count them, in a model with LoRA factors
         traffic = re.search(r"^- Traffic: (.*?) down, (.*?) up\b", part_of(name, "Cost"), re.M)
         expressions = {**QUICK, "dp": "dp:noise=0.1,bit_noise=1"}  # with the bits of adaptive clipping
         expressions |= {name: f"{name}:rates=0.5" for name in ("heterofl", "fedrolex")}

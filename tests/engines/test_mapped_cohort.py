@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.federations import QUICK, blobs, small_budget, small_model
+from support.federations import LORA, QUICK, blobs, small_budget, small_model
 from support.meta_device import COUNTED, NOT_HERE, Cohort, Counts
 from support.recorded_operators import RecordedOperators
 from support.tolerance import assert_close
@@ -18,8 +18,9 @@ from unskew.methods.registry import METHODS
 from unskew.protocol.messages import START
 
 ALONE = {
-    "flora": "needs a model with LoRA factors",
+    **dict.fromkeys(LORA, "needs a model with LoRA factors"),
     "fedala": "trains clients one at a time",
+    "fedas": "trains clients one at a time",
     "knnper": "trains clients one at a time",
     "center": "pools the clients",
     "fedssyn": "shares images",

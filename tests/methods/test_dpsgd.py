@@ -312,6 +312,7 @@ SUPPORTED = {
         "fedals",
         "fedrep",
         "fedper",
+        "fedsa",
         "lgfedavg",
         "fedbabu",
         "fedbn",

@@ -2,41 +2,14 @@
 
 import pytest
 import torch
-from support.batch_loop import CLASSES, FEATURES, local, run, skewed
+from support.batch_loop import CLASSES, local, run, skewed
+from support.class_means import WIDTH, Watch, class_means, network, outputs, pulled_slope
 from torch.nn.functional import cross_entropy
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
 
 EXACT = 1e-12
-WIDTH = 6
-
-
-def network():
-    torch.manual_seed(0)
-    return torch.nn.Sequential(
-        torch.nn.Linear(FEATURES, WIDTH), torch.nn.Tanh(), torch.nn.Linear(WIDTH, CLASSES)
-    ).double()
-
-
-def outputs(v, x):
-    """Features and logits of ``network`` at the parameters ``v [d]``."""
-    body, head = FEATURES * WIDTH, FEATURES * WIDTH + WIDTH
-    end = head + WIDTH * CLASSES
-    a = torch.tanh(x @ v[:body].view(WIDTH, FEATURES).T + v[body:head])
-    return a, a @ v[head:end].view(CLASSES, WIDTH).T + v[end:]
-
-
-class Watch(unskew.ClientRule):
-    """Shows the local models to the test."""
-
-    name, summary, paper = "watch", "for tests", "none"
-
-    def __init__(self):
-        self.models = []
-
-    def end(self, ctx, carry, v):
-        self.models.append(v.clone())
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -49,19 +22,9 @@ def test_a_run_is_the_papers_loop(ld, participation):
     for cohort in cohorts:
         sent = []
         for k, batches in cohort.items():
-
-            def slope(v, x, y, known=means):
-                def objective(v):
-                    a, z = outputs(v, x)
-                    pulls = [((a[i] - known[c]) ** 2).mean() for i, c in enumerate(y.tolist()) if c in known]
-                    return cross_entropy(z, y) + ld * sum(pulls) / len(y)
-
-                return torch.func.grad(objective)(v)
-
-            own[k] = local(own.get(k, start), batches, slope)
+            own[k] = local(own.get(k, start), batches, pulled_slope(means, ld))
             trained.append(own[k])
-            a, y = outputs(own[k], fed.clients[k].x.double())[0], fed.clients[k].y
-            sent.append({int(c): a[y == c].mean(0) for c in y.unique()})
+            sent.append(class_means(own[k], fed.clients[k]))
         classes = {c for one_client in sent for c in one_client}
         new = {c: [one_client[c] for one_client in sent if c in one_client] for c in classes}
         means = {**means, **{c: sum(vectors) / len(vectors) for c, vectors in new.items()}}

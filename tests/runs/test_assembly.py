@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.federations import QUICK, SmallBatchNorm, blobs, small_budget, small_model
+from support.federations import LORA, QUICK, SmallBatchNorm, blobs, small_budget, small_model
 from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
@@ -21,9 +21,7 @@ def train(out=None, method="fedavg", rounds=4, **options):
     return unskew.run(blobs(SIZES), model=small_model(method), method=method, rounds=rounds, out=out, **given)
 
 
-EVERY = [
-    name for name in METHODS if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn", "flora")
-]
+EVERY = [name for name in METHODS if name not in ("fedreg", "vhl", "ft", "fedcog", "fedcog-authors", "fedssyn", *LORA)]
 
 
 ALL = [*EVERY, "fedals:alpha=3", "fedcog:start_round=1,n=6,g_steps=3+fedavgm:beta=0.9"]

@@ -1,6 +1,6 @@
 """The methods and sums of methods that give the same numbers on every engine, with options that act in few rounds."""
 
-from support.federations import QUICK
+from support.federations import LORA, QUICK
 from unskew.methods.registry import METHODS, rule_class
 from unskew.protocol.method import class_slots
 
@@ -38,6 +38,6 @@ EARLY = {
 }
 """Methods whose defaults would do nothing in so short a run, or take too long."""
 
-# What only changes the data before training needs images of 8 bits, and flora a model with LoRA factors; their own tests run
+# What only changes the data before training needs images of 8 bits, and others a model with LoRA factors; their own tests run
 # them on every engine.
-ALL_METHODS = [name for name in METHODS if class_slots(rule_class(name)) != ["data"] and name != "flora"]
+ALL_METHODS = [name for name in METHODS if class_slots(rule_class(name)) != ["data"] and name not in LORA]

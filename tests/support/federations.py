@@ -21,6 +21,9 @@ SMALL_COHORT = {
 }
 """Methods that need many clients or options, as expressions for a few."""
 
+LORA = ("flora", "fedsa", "fedex")
+"""Methods that need a model with LoRA factors."""
+
 QUICK = {
     **SMALL_COHORT,
     "dense": "dense:epochs=2,g_steps=2,batch=8",

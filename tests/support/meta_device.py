@@ -3,7 +3,7 @@
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from support.federations import QUICK, SmallBatchNorm, blobs
+from support.federations import LORA, QUICK, SmallBatchNorm, blobs
 from support.protocol import server_of
 from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
@@ -15,14 +15,15 @@ from unskew.tasks.registry import TASKS
 META = torch.device("meta")
 ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
 NOT_HERE = {
-    "flora": "needs a model with LoRA factors",
+    **dict.fromkeys(LORA, "needs a model with LoRA factors"),
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
-        ["mimelite", "ifca", "fedproto", "qfedavg"], "takes a pass over each client's data, one client after the other"
+        ["mimelite", "ifca", "fedproto", "fedtgp", "fedgh", "qfedavg"],
+        "takes a pass over each client's data, one client after the other",
     ),
     "dpsgd": "does not support the BatchNorm of this model",
-    **dict.fromkeys(["fedala", "knnper"], "trains clients one at a time, which reads the device for each"),
+    **dict.fromkeys(["fedala", "fedas", "knnper"], "trains clients one at a time, which reads the device for each"),
     **dict.fromkeys(["heterofl", "fedrolex"], "trains the clients of each rate as a group, which reads once per group"),
     **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),
 }

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.evaluation import shown
 from support.fedcog import context
-from support.federations import SMALL_COHORT, small_budget, small_model
+from support.federations import LORA, SMALL_COHORT, small_budget, small_model
 from support.multilabel import federation, sample
 from support.slow import slow_but
 from support.tolerance import FEW, TRAINING, assert_close, near
@@ -229,8 +229,7 @@ def test_a_partition_shows_samples_not_labels():
 
 FITTING = [name for name in METHODS if "multilabel" in describe_method(name)["tasks"]]
 AUTHORS = "fedcog-authors:start_round=1,n=11,g_steps=3"
-# flora needs a model with LoRA factors.
-ALL = [*(name for name in FITTING if not name.startswith("fedcog") and name != "flora"), AUTHORS]
+ALL = [*(name for name in FITTING if not name.startswith("fedcog") and name not in LORA), AUTHORS]
 BOTH = f"{FEDCOG},cooccurrence=true,double=true+scaffold"
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.metrics import mean_absolute_error, r2_score, root_mean_squared_error
-from support.federations import SMALL_COHORT
+from support.federations import LORA, SMALL_COHORT
 from support.running import call
 from support.tolerance import FEW, near
 
@@ -99,7 +99,7 @@ PRIVATE = ("dp", "dpsgd")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [name for name in METHODS if "regression" in describe_method(name)["tasks"] and name not in (*PRIVATE, "flora")],
+    [name for name in METHODS if "regression" in describe_method(name)["tasks"] and name not in (*PRIVATE, *LORA)],
 )
 def test_all_others_train(fed, name):
     name = SMALL_COHORT.get(name, name)

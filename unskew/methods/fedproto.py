@@ -24,85 +24,32 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.methods.own_models import ClassMeans
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec
-from unskew.protocol.client_rule import Forward
-from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import (
-    ClientRule,
-    Context,
-    Method,
-    ServerRule,
-    Slices,
-    SurveyTime,
-    SyncRule,
-    Tensors,
-    Updates,
-    Weights,
-    WithServerHalf,
-)
+from unskew.protocol.rules import Context, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
 
 @dataclass(frozen=True)
-class FedProto(ClientRule, SyncRule, ServerRule):
+class FedProto(ClassMeans):
     """Prototypes instead of models.
 
     Attributes:
-        sends_model: False, because clients send only their class means.
         ld: Strength of the pull of features towards the mean of their class; with 0 clients train alone.
     """
 
     name: ClassVar[str] = "fedproto"
     summary: ClassVar[str] = "own models, whose features are pulled towards common class means"
     paper: ClassVar[str] = "Tan et al. 2021, arXiv:2105.00243"
-    needs = ("one_class",)
-    weights: ClassVar[Weights | None] = "uniform"
-    uploads: ClassVar[bool] = True
-    upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"present": (0.0, 1.0)}
-    sends_model: ClassVar[bool] = False
-    survey_at: ClassVar[SurveyTime | None] = "trained"
     # One decade on each side of the authors' 1.
     spaces: ClassVar[Mapping[str, Space]] = {"ld": log_range(0.1, 10.0)}
 
     ld: Annotated[float, Field(ge=0)] = 1.0
 
-    # ---- before the run -------------------------------------------------------------------------------------------------
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that need a common model, or that encode updates."""
-        for rule in method.client:
-            if rule is self:
-                continue
-            if type(rule).server_update is not WithServerHalf.server_update or rule.encodes:
-                return f"{rule.name} uses the clients' updates at the server, but with fedproto clients send no model."
-            if rule.has_personal_model:
-                return f"{rule.name} and fedproto both define a client's personal model. Remove one of them."
-        return None
-
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Warn about the global model."""
-        return (
-            "fedproto exchanges no model, so the global model stays the initial one. Read the personal metrics.",
-            *run.warn_without_body(self.name, "ld"),
-        )
-
-    def exchanged_slices(
-        self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
-    ) -> tuple[Slices, Slices]:
-        """Exchange no part of the model. A client starts with the initial model."""
-        return (), ()
-
-    def local_slices(self, spec: ModelSpec) -> Slices:
-        """Return the slice of the entire model."""
-        return (slice(0, spec.size),)
-
-    # ---- at the clients -------------------------------------------------------------------------------------------------
-
-    def client_info(self, data: ClientDataView) -> Tensors:
-        """Return the client's number of samples per class, ``[C]``."""
-        return {"counts": data.class_counts()}
+        """Warn about the global model, and about models without a body."""
+        return (*super().check(run), *run.warn_without_body(self.name, "ld"))
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """Add ``ld MSE(a, m_y)``."""
@@ -116,20 +63,6 @@ class FedProto(ClientRule, SyncRule, ServerRule):
             return loss + self.ld * ((features - means[batch.y]).square().mean(1) * known[batch.y]).mean()
 
         return pulled
-
-    def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
-        """Return the sums of the features of each class, ``[C, f]``."""
-        features = forward(v, batch.x).features.flatten(1)
-        sums = features.new_zeros(len(ctx.client_info["counts"]), features.shape[1])
-        return {"features": sums.index_add(0, batch.y, features)}
-
-    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Upload the mean of each class, and which classes the client has."""
-        counts = ctx.client_info["counts"]
-        ctx.upload["means"] = ctx.survey["features"] / counts.clamp_min(1)[:, None]
-        ctx.upload["present"] = (counts > 0).to(counts.dtype)
-
-    # ---- at the server --------------------------------------------------------------------------------------------------
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the class means, and which of them are known."""
@@ -145,7 +78,3 @@ class FedProto(ClientRule, SyncRule, ServerRule):
             means = torch.where(present[:, None] > 0, means, state["means"])
             known = torch.maximum(known, state["known"])
         return {"means": means, "known": known}
-
-    def step(self, state: Tensors, updates: Updates) -> Tensors:
-        """Leave the global model unchanged."""
-        return state

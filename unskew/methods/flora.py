@@ -18,32 +18,20 @@ every round.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor, nn
+from torch import Tensor
 
 from unskew.errors import ConfigError
+from unskew.methods.lora_factors import FactorProducts, lora_layers
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, mask_slices
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import (
-    START,
-    AggregateRule,
-    ClientRule,
-    Combined,
-    Context,
-    Method,
-    ServerRule,
-    Slices,
-    SyncRule,
-    Tensors,
-    Updates,
-)
+from unskew.protocol.rules import START, Combined, Context, Slices, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import fold, uniform
 
@@ -51,30 +39,10 @@ PURPOSE = 7
 """Separates the draws of ``A`` from other draws with a client's key."""
 WEIGHT = 2**31 - 1
 """Number of a component that no rank includes."""
-ADAPTER = "default"
-"""Name that peft gives to the factors of a layer."""
-
-
-class Factors(NamedTuple):
-    """LoRA factors of one layer, as numbers of parameters of the model.
-
-    Attributes:
-        weight: Number of the weight ``W``.
-        a: Number of ``A``, ``[r, in]``.
-        b: Number of ``B``, ``[out, r]``.
-        scale: Factor ``s`` of the product.
-        transposed: Whether the weight is ``[in, out]``.
-    """
-
-    weight: int
-    a: int
-    b: int
-    scale: float
-    transposed: bool
 
 
 @dataclass(frozen=True)
-class FLoRA(ClientRule, SyncRule, AggregateRule):
+class FLoRA(FactorProducts):
     """Exact averages of LoRA updates, also with different ranks.
 
     Attributes:
@@ -86,7 +54,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
     name: ClassVar[str] = "flora"
     summary: ClassVar[str] = "averages LoRA updates exactly, also of different ranks"
     paper: ClassVar[str] = "Wang et al. 2024, arXiv:2409.05976"
-    needs = ("individual",)
+    conflict: ClassVar[str] = "flora's clients train new LoRA factors in each round"
 
     ranks: str = ""
 
@@ -112,53 +80,6 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
         listed = self.listed_ranks or [model_rank(spec)]
         return listed[client % len(listed)]
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Make the weights of layers with LoRA factors part of the exchanged model.
-
-        Args:
-            module: Model with LoRA factors.
-            head: Name of its head.
-
-        Raises:
-            ConfigError: If the model has no LoRA factors, or does not train both.
-        """
-        module = copy.deepcopy(module)
-        layers: list[Any] = [layer for layer in module.modules() if ADAPTER in getattr(layer, "lora_A", ())]
-        if not layers:
-            raise ConfigError(
-                "flora needs a model with LoRA factors: model: {hf: NAME, lora: {r: 8}} (see docs/models.md)."
-            )
-        for layer in layers:
-            weight = layer.get_base_layer().weight
-            if not layer.lora_A[ADAPTER].weight.requires_grad:
-                raise ConfigError("flora trains both LoRA factors. Remove freeze_a, whose averages are exact already.")
-            if weight.dim() != 2:
-                raise ConfigError(
-                    "flora supports LoRA factors of linear layers only. Remove the others from lora.targets."
-                )
-            weight.requires_grad_(True)
-        return module, head
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that keep or compare values of the factors from round to round, or read the updates themselves."""
-        for rule in method.client:
-            if rule is self or "final_training" in rule.needs:
-                continue
-            at_server = isinstance(rule, ServerRule) or type(rule).server_update is not ClientRule.server_update
-            if at_server or rule.uploads or rule.encodes:
-                return (
-                    f"{rule.name} needs updates of the same parameters in all rounds, but flora's clients train new LoRA "
-                    "factors in each. Remove one of them."
-                )
-            if rule.has_personal_model:
-                return (
-                    f"{rule.name} keeps a client's own model, but flora's clients train new LoRA factors in each round. "
-                    "Remove one of them."
-                )
-        if method.server is not None and {"individual", "sent_statistics"} & set(method.server.needs):
-            return f"{method.server.name} reads the update of each client, but flora combines them first. Remove one of them."
-        return None
-
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the ranks, and that updates are not delayed.
 
@@ -174,9 +95,7 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
                 f"flora:ranks={self.ranks} has a rank above {most}, the r of the model's LoRA factors. Set r to the largest "
                 "rank."
             )
-        if run.spec.buffer_sizes:
-            raise ConfigError("flora does not train normalization layers, so the model cannot have BatchNorm.")
-        return ()
+        return super().check(run)
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
@@ -225,36 +144,17 @@ class FLoRA(ClientRule, SyncRule, AggregateRule):
         for layer in lora_layers(spec):
             a = torch.cat([p * own[layer.a].view(spec.shapes[layer.a]) for p, own in zip(shares, sent, strict=True)])
             b = torch.cat([own[layer.b].view(spec.shapes[layer.b]) for own in sent], dim=1)
-            product = layer.scale * (b @ a)
-            values[layer.weight] = (product.T if layer.transposed else product).reshape(-1)
+            values[layer.weight] = layer.change(b @ a)
             values[layer.a] = torch.zeros_like(values[layer.a])
             values[layer.b] = torch.zeros_like(values[layer.b])
         return state, Combined(torch.cat(values), changed=~factors_mask(spec).to(delta.device))
-
-
-@lru_cache(maxsize=16)
-def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
-    """Return the layers with LoRA factors.
-
-    Args:
-        spec: Layout of a model that ``FLoRA.adapt`` returned.
-    """
-    modules = dict(spec.module.named_modules())
-    layers: list[Factors] = []
-    for number, name in enumerate(spec.names):
-        layer, _, rest = name.partition(".lora_A.")
-        if rest:
-            weight, b = spec.names.index(f"{layer}.base_layer.weight"), spec.names.index(f"{layer}.lora_B.{rest}")
-            module = modules[layer]
-            layers.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
-    return tuple(layers)
 
 
 def model_rank(spec: ModelSpec) -> int:
     """Return the rank of the model's factors.
 
     Args:
-        spec: Layout of a model that ``FLoRA.adapt`` returned.
+        spec: Layout of a model that ``FactorProducts.adapt`` returned.
     """
     return spec.shapes[lora_layers(spec)[0].a][0]
 
@@ -266,7 +166,7 @@ def components(spec: ModelSpec) -> Tensor:
     It is the row of ``A`` or the column of ``B``; -1 for parameters without factors, and ``WEIGHT`` for the weights ``W``.
 
     Args:
-        spec: Layout of a model that ``FLoRA.adapt`` returned.
+        spec: Layout of a model that ``FactorProducts.adapt`` returned.
     """
     numbers = torch.full((spec.size,), -1, dtype=torch.int32)
     values = torch.split(numbers, spec.sizes)
@@ -282,7 +182,7 @@ def factors_mask(spec: ModelSpec) -> Tensor:
     """Return the mask of the entries of all factors, boolean ``[d]``.
 
     Args:
-        spec: Layout of a model that ``FLoRA.adapt`` returned.
+        spec: Layout of a model that ``FactorProducts.adapt`` returned.
     """
     rows = components(spec)
     return (rows >= 0) & (rows < WEIGHT)
@@ -293,7 +193,7 @@ def exchanged(spec: ModelSpec, rank: int) -> tuple[Slices, Slices]:
     """Return the slices that a client of some rank downloads and uploads.
 
     Args:
-        spec: Layout of a model that ``FLoRA.adapt`` returned.
+        spec: Layout of a model that ``FactorProducts.adapt`` returned.
         rank: Rank of the client's factors.
     """
     return mask_slices(~factors_mask(spec)), mask_slices(components(spec) < rank)

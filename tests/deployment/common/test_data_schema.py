@@ -248,7 +248,7 @@ def test_the_administrator_sees_what_sums_leave(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "flora:ranks=2/1"])
+@pytest.mark.parametrize("method", ["fedavg", "flora:ranks=2/1", "fedsa", "fedex"])
 def test_texts_without_labels_give_the_numbers_of_the_simulator(method, tmp_path):
     """Sites send only their number of texts. With FLoRA, they receive the weights and send factors of unequal rank."""
     pytest.importorskip("peft")

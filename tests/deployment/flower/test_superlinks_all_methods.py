@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS
+from support.federations import LORA
 from support.flower_processes import real
 from support.sites import TINY
 
@@ -31,7 +32,7 @@ def values_of(name):
 def asked():
     """Names of this part; sums first, as they take longest."""
     part, _, parts = os.environ.get("UNSKEW_PART", "1/1").partition("/")
-    names = [*SUMS, *SLOW_SUMS, *sorted(set(METHODS) - {"mime", "flora"})]
+    names = [*SUMS, *SLOW_SUMS, *sorted(set(METHODS) - {"mime", *LORA})]
     return list(dict.fromkeys(names))[int(part) - 1 :: int(parts)]
 
 

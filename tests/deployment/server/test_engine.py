@@ -6,6 +6,7 @@ from itertools import pairwise
 import pytest
 import torch
 from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS, compare
+from support.federations import LORA
 from support.sites import TINY, deployed
 from support.slow import slow_but
 
@@ -42,7 +43,7 @@ def test_statistics_are_sent_over_sites_as_they_are_counted(name, options, tmp_p
     compare(tmp_path, method=name, **{**ONE_STEP, **options})
 
 
-@pytest.mark.parametrize("name", slow_but(["fedssyn", "vhl"], sorted(set(METHODS) - {"mime", "flora"})))
+@pytest.mark.parametrize("name", slow_but(["fedssyn", "vhl"], sorted(set(METHODS) - {"mime", *LORA})))
 def test_every_method_gives_the_numbers_of_the_simulator(name, tmp_path):
     options = {"server_data": 60} if name in SERVER_DATA else {"model": "mlp"} if name in BODY else {}
     options = FULL_BATCHES.get(name, options)

@@ -9,6 +9,7 @@ from statistics import median_high
 import pytest
 import torch
 from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA
+from support.federations import LORA
 from support.sites import TINY, LoopPlace, Told, deployed
 from support.slow import slow_but
 
@@ -132,7 +133,7 @@ def values_of(name):
     return {"method": method, "clients": 4, "eval_clients": 0, **more}
 
 
-ALL = sorted(set(METHODS) - {"mime", "flora"})
+ALL = sorted(set(METHODS) - {"mime", *LORA})
 
 
 QUICKLY = [(name, "last array") for name in ("scaffold", "fedproto", "topk")]

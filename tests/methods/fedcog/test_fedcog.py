@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.fedcog import context, other_vector, small_net, train
-from support.federations import QUICK, SmallBatchNorm
+from support.federations import LORA, QUICK, SmallBatchNorm
 from support.slow import slow_but
 from support.tolerance import FEW, MAGNIFIED, TRAINING, assert_close, near, tolerance
 from torch import nn
@@ -15,6 +15,7 @@ import unskew
 from unskew.generators.labels import allocate_counts, labels_from_counts
 from unskew.generators.learned.inversion import minimize, statistics_distance
 from unskew.methods.fedcog.fedcog import FedCOG, kl
+from unskew.methods.own_models import OwnModels
 from unskew.methods.registry import METHODS, rule_class
 from unskew.protocol.method import class_slots
 from unskew.seeding import fold
@@ -203,8 +204,9 @@ def test_statistics_distance_equals_the_formula():
 HOSTS = [
     name
     for name in METHODS
-    # fedproto sends no model, and flora needs one with LoRA factors.
-    if rule_class(name).name not in ("fedcog", "center", "feddm", "dpsgd", "fedproto", "flora")
+    # The server of methods that exchange no model has the initial one, and others need one with LoRA factors.
+    if rule_class(name).name not in ("fedcog", "center", "feddm", "dpsgd", *LORA)
+    and not issubclass(rule_class(name), OwnModels)
     and class_slots(rule_class(name)) != ["data"]
 ]
 CHEAPER = {

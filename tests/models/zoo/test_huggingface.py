@@ -11,6 +11,7 @@ import torch
 import yaml
 from rich.console import Console
 from safetensors import safe_open
+from support.federations import LORA as NEED_FACTORS
 from support.federations import SMALL_COHORT
 from support.running import assert_same_run, call
 from support.slow import slow_but
@@ -410,8 +411,8 @@ def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
     """By default a method that asks the task for something, and one that splits the model."""
     given = {"optimizer": "sgd", "lr": 0.05, "server_data": 5, "rounds": 3}
     given["method"] = SMALL_COHORT.get(name, name)
-    if name == "flora":
-        given |= {"method": "flora:ranks=2/1", "model": {"hf": str(opt), "lora": LORA}}
+    if name in NEED_FACTORS:
+        given |= {"method": {"flora": "flora:ranks=2/1"}.get(name, name), "model": {"hf": str(opt), "lora": LORA}}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()

@@ -1,0 +1,177 @@
+"""FedAMP: each client has its own model, which is pulled towards a mixture of the models of similar clients.
+
+Huang, Chu, Zhou, Wang, Liu, Pei, Zhang, "Personalized Cross-Silo Federated Learning on Non-IID Data", 2021,
+arXiv:2007.03797. The server knows the last model ``w_k`` of every client that took part, and mixes them for each client::
+
+    exponential:  xi_kj = alpha / sigma exp(-||w_k - w_j||^2 / sigma)              xi_kk = 1 - sum_{j != k} xi_kj
+    cosine:       xi_kj = (1 - own) softmax_{j != k}(sigma cos(w_k, w_j))          xi_kk = own
+    server:       u_k = sum_j xi_kj w_j
+    client:       trains from its own w_k with the gradient  g + lam / alpha (w - u_k);  sends w_k
+
+The exponential kernel is that of FedAMP, the cosine one that of the paper's heuristic for networks, HeurFedAMP. The
+distances of networks are so large that the exponential kernel can underflow, which leaves local training.
+
+The authors' code was not found. ``alpha`` and ``lam`` are 1 as in PFLlib, ``sigma`` is 25 and ``own`` one over the number of
+clients as in FLGo. In PFLlib the pull has no gradient, because the penalty is computed from values without one.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Annotated, ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+from torch import Tensor
+
+from unskew.errors import ConfigError
+from unskew.methods.own_models import OwnModels
+from unskew.models.execution import Batch, GradFn
+from unskew.option_parsing import check_no_effect
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import Context, Report, Tensors, Updates
+from unskew.protocol.run_context import PreRunContext
+from unskew.protocol.search_space import Space, log_range
+
+LARGEST = 4_000_000_000
+"""Largest number of bytes of the models at the server."""
+NEGLIGIBLE = 1e-6
+"""Weight of a model below which it has no influence."""
+
+
+@dataclass(frozen=True)
+class FedAMP(OwnModels):
+    """Attentive message passing.
+
+    Attributes:
+        kernel: Similarity of two models: ``cosine`` for networks, or ``exponential`` in the squared distance, for convex
+            problems.
+        sigma: Width of the exponential kernel, or factor of the cosine.
+        alpha: Step length of the mixture with the exponential kernel; the pull is divided by it.
+        lam: Strength of the pull towards the mixture; with 0 clients train alone.
+        own: Weight of a client's own model with ``kernel=cosine``; None for one over the number of mixed models.
+    """
+
+    name: ClassVar[str] = "fedamp"
+    summary: ClassVar[str] = "own models, pulled towards a mixture of the models of similar clients"
+    paper: ClassVar[str] = "Huang et al. 2021, arXiv:2007.03797"
+    needs = ("individual",)
+    # From nearly equal weights to those of the nearest clients; from a weak pull to that of PFLlib.
+    spaces: ClassVar[Mapping[str, Space]] = {"sigma": log_range(1.0, 100.0), "lam": log_range(0.01, 1.0)}
+
+    kernel: Literal["cosine", "exponential"] = "cosine"
+    sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    own: Annotated[float, Field(ge=0, le=1)] | None = None
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the server can store the clients' models; warn about negative weights.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
+        Raises:
+            ConfigError: If the models are too large, or an option has no effect.
+        """
+        clients = len(run.federation.clients)
+        needed = 4 * run.spec.size * clients
+        if needed > LARGEST:
+            raise ConfigError(
+                f"fedamp stores a model for each client at the server, which needs {needed / 1e9:.0f} GB here. Use fewer "
+                "clients or a smaller model."
+            )
+        notes = list(super().check(run))
+        if self.kernel == "exponential":
+            check_no_effect(self, ("own",), "with kernel=exponential")
+            if self.alpha * (clients - 1) > self.sigma:
+                notes.append(
+                    f"With fedamp:alpha={self.alpha:g} and sigma={self.sigma:g}, a client's own model can have a negative "
+                    f"weight in its mixture. Use alpha / sigma of at most 1 / {clients - 1}."
+                )
+        return tuple(notes)
+
+    # ---- at the clients -------------------------------------------------------------------------------------------------
+
+    def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
+        """``g + lam / alpha (w - u_k)``; no pull without a mixture."""
+        if self.lam == 0 or not ctx.download:
+            return grad_fn
+        mixture = ctx.download["mixture"][0]
+
+        def pulled(v: Tensor, batch: Batch) -> Tensor:
+            return grad_fn(v, batch).add(v - mixture, alpha=self.lam / self.alpha)
+
+        return pulled
+
+    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
+        """Upload the model, ``[1, d]``: of vectors ``[d]`` only the exchanged slices are sent."""
+        ctx.upload["model"] = v[None]
+
+    # ---- at the server --------------------------------------------------------------------------------------------------
+
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
+        """Create space for the clients' models, ``[K, d]``, and masks of the known ones, ``[K]``.
+
+        One mask is on the CPU, where hooks read it for each client, and one is on the device of the models.
+        """
+        clients = federation_info.clients
+        known = torch.zeros(clients, dtype=torch.bool)
+        return {"models": v.new_zeros(clients, len(v)), "known": known, "mask": known.to(v.device)}
+
+    def download(self, state: Tensors, client: int) -> Tensors:
+        """Send the mixture, if the models of the client and of another one are known."""
+        known = state["known"].tolist()
+        if client >= len(known) or not known[client] or sum(known) < 2:
+            return {}
+        return {"mixture": self.weights_of(state, client)[None] @ state["models"]}
+
+    def server_update(self, state: Tensors, updates: Updates) -> Tensors:
+        """Store the models of the round."""
+        new = {name: tensor.clone() for name, tensor in state.items()}
+        for update in updates:
+            new["models"][update.client] = update.upload[self.name]["model"][0]
+            new["known"][update.client] = new["mask"][update.client] = True
+        return new
+
+    def report(self, state: Tensors, plan: RoundPlan) -> Report:
+        """Return the largest weight of another client's model; warn if none has any influence."""
+        clients = state["known"].nonzero()[:, 0].tolist()
+        if len(clients) < 2:
+            return Report()
+        largest = 0.0
+        for client in clients:
+            weights = self.weights_of(state, client)
+            weights[client] = 0
+            largest = max(largest, float(weights.max()))
+        if largest < NEGLIGIBLE:
+            warnings.warn(
+                f"With fedamp:kernel={self.kernel} and sigma={self.sigma:g}, no client's model had a weight above "
+                f"{NEGLIGIBLE:g} for another client, so each trained alone. Use kernel=cosine or a larger sigma.",
+                stacklevel=2,
+            )
+        return Report({"largest_weight": largest})
+
+    def weights_of(self, state: Tensors, client: int) -> Tensor:
+        """Return the weights ``xi_kj`` of all clients' models in the mixture of one client, ``[K]``.
+
+        Args:
+            state: State of the server half, with at least two known models.
+            client: Number of a client whose model is known.
+        """
+        models, others = state["models"], state["mask"].clone()
+        others[client] = False
+        if self.kernel == "exponential":
+            distances = (models - models[client]).square().sum(1)
+            weights = torch.where(others, self.alpha / self.sigma * torch.exp(-distances / self.sigma), 0.0)
+            weights[client] = 1 - weights.sum()
+            return weights
+        cosines = F.cosine_similarity(models, models[client][None], dim=1)
+        own = 1 / (1 + others.sum()).to(models) if self.own is None else self.own
+        weights = (1 - own) * torch.softmax(torch.where(others, self.sigma * cosines, -torch.inf), dim=0)
+        weights[client] = own
+        return weights
