@@ -19,7 +19,8 @@ NOT_HERE = {
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
-        ["mimelite", "ifca", "fedproto", "qfedavg"], "takes a pass over each client's data, one client after the other"
+        ["mimelite", "ifca", "fedproto", "qfedavg", "feddbe", "fedpac"],
+        "takes a pass over each client's data, one client after the other",
     ),
     "dpsgd": "does not support the BatchNorm of this model",
     **dict.fromkeys(["fedala", "knnper"], "trains clients one at a time, which reads the device for each"),
@@ -37,6 +38,7 @@ COUNTED = (
     "fedlc",
     "fedrs",
     "fedrod",
+    "fedetf",
 )  # of their clients' labels, which no meta tensor has
 MOVES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """Operators that move tensors, and the position of the tensor to move."""
