@@ -9,7 +9,7 @@ from support.batch_loop import CLASSES, FEATURES, initial, local, logits, loss, 
 from torch import nn
 
 from unskew.errors import MethodConflictError
-from unskew.methods.fedsol import normalized_over_rows
+from unskew.methods.fedsol import column_numbers, normalized_over_rows
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 
@@ -80,10 +80,10 @@ def test_changes_are_normalized_over_the_first_axis_of_every_parameter():
     module = nn.Sequential(nn.Conv2d(2, 3, 2), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 4))
     spec = ModelSpec(module, (2, 2, 2), 4, dtype=torch.float64)
     change = torch.randn(spec.size, dtype=torch.float64)
-    found = spec.parameters(normalized_over_rows(change, spec))
+    found = spec.parameters(normalized_over_rows(change, *column_numbers(spec)))
     for name, part in spec.parameters(change).items():
         assert torch.allclose(found[name], nn.functional.normalize(part.abs(), dim=0), rtol=1e-14, atol=0)
-    assert not normalized_over_rows(torch.zeros_like(change), spec).any()
+    assert not normalized_over_rows(torch.zeros_like(change), *column_numbers(spec)).any()
 
 
 def test_it_sends_the_model_only():

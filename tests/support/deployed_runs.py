@@ -21,7 +21,7 @@ QUICK = {
 
 FULL_BATCHES = {"dpsgd": {"batch_size": 200}}
 
-BODY = {"fedals", "fedrep", "fedper", "lgfedavg", "fedbabu", "fedas", "heterofl", "fedrolex"}
+BODY = {"fedals", "fedpac", "fedrep", "fedper", "lgfedavg", "fedbabu", "fedas", "heterofl", "fedrolex"}
 """Methods that need a model with a body."""
 SERVER_DATA = {"feddle", "feddf", "fedft", "hfcl", "center", "fltrust"}
 

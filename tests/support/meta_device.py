@@ -19,7 +19,7 @@ NOT_HERE = {
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
-        ["mimelite", "ifca", "fedproto", "fedtgp", "fedgh", "qfedavg"],
+        ["mimelite", "ifca", "fedproto", "fedtgp", "fedgh", "qfedavg", "feddbe", "fedpac"],
         "takes a pass over each client's data, one client after the other",
     ),
     "dpsgd": "does not support the BatchNorm of this model",
@@ -38,6 +38,7 @@ COUNTED = (
     "fedlc",
     "fedrs",
     "fedrod",
+    "fedetf",
 )  # of their clients' labels, which no meta tensor has
 MOVES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """Operators that move tensors, and the position of the tensor to move."""

@@ -57,6 +57,10 @@ class FedSOL(ClientRule):
     tau: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0
     form: Literal["adaptive", "fixed"] = "adaptive"
 
+    def begin(self, ctx: Context) -> Tensors:
+        """Number the columns of the parameters, on the device."""
+        return {"columns": column_numbers(ctx.spec)[0].to(ctx.v_global.device)} if self.form == "adaptive" else {}
+
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """Compute the gradient at ``theta_k + e``."""
         if self.rho == 0:
@@ -74,21 +78,20 @@ class FedSOL(ClientRule):
             r = slope(v, batch)
             e = r * (self.rho / torch.linalg.vector_norm(r).clamp_min(1e-12))
             if self.form == "adaptive":
-                e = e * normalized_over_rows(v - ctx.v_global, ctx.spec)
+                e = e * normalized_over_rows(v - ctx.v_global, carry["columns"], column_numbers(ctx.spec)[1])
             return grad_fn(v + torch.where(batch.step > 0, e, 0.0), batch.untracked())
 
         return orthogonal
 
 
-def normalized_over_rows(change: Tensor, spec: ModelSpec) -> Tensor:
+def normalized_over_rows(change: Tensor, columns: Tensor, count: int) -> Tensor:
     """Return magnitudes divided by their norm over the first axis of each parameter, ``[d]``.
 
     Args:
         change: Vector with the layout of the model, ``[d]``.
-        spec: Layout of the model.
+        columns: Number of the column of each entry, ``[d]``.
+        count: Number of columns.
     """
-    columns, count = column_numbers(spec)
-    columns = columns.to(change.device)
     squares = change.new_zeros(count).index_add(0, columns, change.square())
     return change.abs() / squares.sqrt().clamp_min(1e-12)[columns]
 
