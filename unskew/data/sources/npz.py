@@ -2,21 +2,26 @@
 
 ``npz:PATH`` is one file with all arrays. ``npy:PATH`` is a folder with one file per array, such as ``x.npy``; these
 files are memory-mapped, so that only the parts that are used are read.
+
+Files in the layout of MedMNIST (Yang et al. 2023, doi:10.1038/s41597-022-01721-8) have the arrays ``train_images``,
+``train_labels``, ``val_images``, ``val_labels``, ``test_images`` and ``test_labels``.
 """
 
 from __future__ import annotations
 
 import zipfile
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 
 from unskew.data.frames import read_classes
 from unskew.data.memory_map import mapped_array
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.files import files_with_suffix
 from unskew.data.readers.tables import SPLIT_SEED, TEST_SHARE, SampleTable, Source
-from unskew.data.validation import as_inputs
+from unskew.data.validation import as_inputs, as_targets
 from unskew.errors import DataError
 from unskew.filesystem import check_regular
 
@@ -47,6 +52,8 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         if strange is not None:
             raise ValueError(f"{strange} is not an array")
         arrays = {name: np.char.decode(value) if value.dtype.kind == "S" else value for name, value in arrays.items()}
+        if "train_images" in arrays:
+            arrays = from_medmnist(arrays, path)
     except DataError:
         raise
     except Exception as error:  # corrupted bytes raise many types in zipfile, zlib and NumPy
@@ -60,6 +67,33 @@ def load_arrays(path: Path) -> dict[str, np.ndarray]:
         if key in arrays and (not arrays[key].ndim or arrays[key].shape[:1] != arrays[other].shape[:1]):
             raise DataError(f"{path}: {key} and {other} must have the same number of rows.")
     return arrays
+
+
+def from_medmnist(arrays: Mapping[str, np.ndarray], path: Path) -> dict[str, np.ndarray]:
+    """Rename arrays in the layout of MedMNIST to those of ``npz``; validation rows join the training rows.
+
+    Args:
+        arrays: Arrays named ``train_NAME``, and optionally ``val_NAME`` and ``test_NAME``.
+        path: Path of the file, for errors.
+
+    Raises:
+        DataError: If an array of a part is missing, or parts differ in shape.
+    """
+    names = {"images": "x", "labels": "y"}
+    wanted = [f"{part}_{name}" for part in ("train", "val", "test") if f"{part}_images" in arrays for name in names]
+    for key in wanted:
+        like = arrays.get(f"train_{key.partition('_')[2]}")
+        if key not in arrays or like is None or arrays[key].shape[1:] != like.shape[1:]:
+            raise DataError(f"{path} must contain {key}, in the shape of the training part. Save the file again.")
+    renamed = {}
+    for key in [key for key in arrays if key.startswith("train_")]:
+        name = key.removeprefix("train_")
+        column = names.get(name, name)
+        parts = [arrays[f"{part}_{name}"] for part in ("train", "val") if f"{part}_{name}" in arrays]
+        renamed[column] = np.concatenate(parts) if len(parts) > 1 else parts[0]
+        if f"test_{name}" in arrays:
+            renamed[f"{column}_test"] = arrays[f"test_{name}"]
+    return renamed
 
 
 def is_array_folder(path: Path) -> Path:
@@ -95,7 +129,13 @@ def npz_source(path: Path) -> Source:
         if k not in ("x", "y") and v.ndim == 1 and len(v) == n and not k.endswith("_test")
     }
     x = as_inputs(arrays["x"], str(path))
-    (y, *test_y), names = read_classes([arrays[key] for key in ("y", "y_test") if key in arrays], str(path))
+    labels = [arrays[key] for key in ("y", "y_test") if key in arrays]
+    labels = [y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y for y in labels]
+    task = "multilabel" if labels[0].ndim == 2 else "classification"
+    if task == "multilabel":
+        (y, *test_y), names = read_several_labels(labels, str(path))
+    else:
+        (y, *test_y), names = read_classes(labels, str(path))
     samples = SampleTable(x, y, columns)
     if test_y:
         test = SampleTable(as_inputs(arrays["x_test"], str(path)), test_y[0], {})
@@ -106,4 +146,19 @@ def npz_source(path: Path) -> Source:
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
-    return Source(path.stem, train, test, names, len(names))
+    return Source(path.stem, train, test, names, len(names), task)
+
+
+def read_several_labels(labels: Sequence[np.ndarray], who: str) -> tuple[list[Tensor], tuple[str, ...]]:
+    """Return the labels of several parts, ``[n, L]`` of 0 and 1, and their names, which are numbers from 0.
+
+    Args:
+        labels: Labels of each part.
+        who: Name of the data, for errors.
+
+    Raises:
+        DataError: If the parts have different numbers of labels, or a value is neither 0 nor 1.
+    """
+    if len({y.shape[1:] for y in labels}) > 1:
+        raise DataError(f"{who}: training and test rows must have the same number of labels.")
+    return [as_targets(y, who, "multilabel") for y in labels], tuple(map(str, range(labels[0].shape[1])))

@@ -70,7 +70,7 @@ SOURCES: dict[str, str] = {
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
     "download",
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
-    "client",
+    "client; or a file of MedMNIST",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
     "multi_nli": "MultiNLI, 393,000 pairs of sentences in five genres, three classes (nyu-mll/multi_nli)",
