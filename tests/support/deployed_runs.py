@@ -95,9 +95,11 @@ def bytes_of_sums(place):
             settled[client] = 0
     for client, frame in place.link.sent:
         if frame.kind == "train":
-            columns, scale, weights = (json.loads(frame.config[name]) for name in ("columns", "targets", "weights"))
+            columns, constants, weights = (
+                json.loads(frame.config[name]) for name in ("columns", "constants", "weights")
+            )
             sizes = [compact(one["values"]) if one["kind"] == "category" else 16 for one in columns]
-            settled[client] = sum(sizes) + 8 * len(weights) * balanced + 16 * len(scale[0] if scale else ())
+            settled[client] = sum(sizes) + 8 * len(weights) * balanced + 8 * sum(map(len, constants.values()))
     return {"up": up, "down": down + sum(settled.values())}
 
 

@@ -44,16 +44,17 @@ def validate_metric(value: MetricLike) -> MetricLike:
     Raises:
         ValueError: If the metric is unknown, or a function's name is missing or taken.
     """
-    from unskew.tasks.metrics import METRICS  # imports NumPy, which the default configuration does not need
+    from unskew.tasks.registry import TASKS  # imports NumPy, which the default configuration does not need
 
     if not is_custom_metric(value):
-        if value not in METRICS:
-            raise ValueError(unknown_name("metric", str(value), METRICS).rstrip("."))
+        known = dict.fromkeys(name for task in TASKS.values() for name in task.requestable)
+        if value not in known:
+            raise ValueError(unknown_name("metric", str(value), known).rstrip("."))
         return value
     if not isinstance(value, str) and not (inspect.isfunction(value) or inspect.isbuiltin(value)):
         raise ValueError(f"the metric {short_repr(value)} must be a function f(y_true, scores); define one with def")
     name = metric_name(value)
-    if not name.isidentifier() or name in KNOWN_METRICS or name in METRICS:
+    if not name.isidentifier() or name in KNOWN_METRICS or name == "recall":
         taken = "is the name of a built-in metric" if name.isidentifier() else "is not a valid name"
         raise ValueError(
             f"the metric {short_repr(metric_reference(value))} is named {name!r}, which {taken}; choose another name"
@@ -73,7 +74,8 @@ def validate_objective(value: MetricLike) -> MetricLike:
     if is_custom_metric(value):
         return validate_metric(value)
     known = (AUTO, *KNOWN_METRICS)
-    if value not in known and not str(value).startswith(RECALL) and not str(value).isidentifier():
+    base = str(value).partition("/")[0]
+    if value not in known and not str(value).startswith(RECALL) and base not in known and not base.isidentifier():
         raise ValueError(unknown_name("objective", str(value), known).rstrip("."))
     return value
 

@@ -22,6 +22,7 @@ from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arr
 from unskew.data.from_arrays import (
     check_client_list,
     check_integer,
+    configured_task,
     fit_normalization,
     unpack_pair,
     validate_class_names,
@@ -32,7 +33,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.column_roles import INPUT, describe_roles
 from unskew.data.readers.encoders import Encoder
 from unskew.data.shared_copies import shared_copy
-from unskew.data.target_scaling import fit_target_scaling
+from unskew.data.target_scaling import fit_task
 from unskew.data.validation import validate_client_names
 from unskew.errors import DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
@@ -211,6 +212,7 @@ class Federation:
         class_names: Sequence[str] = (),
         client_names: Sequence[str] = (),
         name: str = "arrays",
+        options: Mapping[str, Any] | None = None,
     ) -> Federation:
         """Build a federation from arrays. The arrays are not copied, so do not change them afterwards.
 
@@ -228,7 +230,8 @@ class Federation:
             task: ``"classification"``: ``y`` is one class per sample. ``"multilabel"``: ``y`` is ``[n, L]`` with
                 values 0 and 1. ``"regression"``: ``y`` is one number per sample or ``[n, T]``, in original units; the
                 federation stores it standardized. ``"language"``: ``x`` and ``y`` are token ids ``[n, L]`` with -1 for
-                padding, and ``y`` has the tokens that follow those of ``x``.
+                padding, and ``y`` has the tokens that follow those of ``x``. ``"survival"``: ``y`` is ``[n, 2]``, the
+                time, and 1 for an event or 0 if the row is censored.
             classes: Number of classes; numeric labels are then 0 to ``classes - 1``. If None, the classes are the labels
                 that occur at any client or in the test set, in order, unless they are indices of ``class_names``.
             holdout: Share of each client's samples held out for evaluation, for clients without a test set.
@@ -240,8 +243,10 @@ class Federation:
             class_names: Names of the classes, in order.
             client_names: Names of the clients.
             name: Name shown in tables.
+            options: Options of the task, as in the section of a configuration with its name.
 
         Raises:
+            ConfigError: If an option is unknown or not valid.
             DataError: If a client is empty, shapes differ, a label is out of range, an input is not finite, there is
                 only one class, two clients have the same name, or an argument has the wrong type.
 
@@ -257,7 +262,7 @@ class Federation:
             raise DataError(f"name must be a string, not {short_repr(name)}.")
         if not isinstance(server_in_domain, bool | np.bool_):
             raise DataError(f"server_in_domain must be True or False, not {short_repr(server_in_domain)}.")
-        objective = TASKS[task]
+        objective = configured_task(TASKS[task], options)
         one_class = "one_class" in objective.provides
         check_client_list(clients)
         names = validate_client_names(client_names, len(clients))
@@ -300,15 +305,15 @@ class Federation:
         offsets = readers.offsets
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
-        trained_for = None
+        trained_for: Task | None = None
         stats_traffic = None
-        if objective.standardized:
-            targets, spans = y_all.numpy(), list(zip(offsets[:-1], begins, strict=True))
-            trained_for, stats_traffic = fit_target_scaling(
-                lambda: (targets[start:stop] for start, stop in spans), class_names, targets.shape[1]
-            )
+        if objective.standardized or objective.fits:
+            own_rows = [y_all[start:stop] for start, stop in zip(offsets[:-1], begins, strict=True)]
+            trained_for, stats_traffic = fit_task(objective, own_rows, class_names)
+        if trained_for is not None:
             y_all = trained_for.standardize(y_all)
             pairs = {who: (x, trained_for.standardize(y)) for who, (x, y) in pairs.items()}
+            classes, class_names = len(trained_for.names) or classes, trained_for.names or class_names
         return Federation(
             clients=DrawnClients(readers, readers.like, y_all, offsets, begins, readers.mapped),
             test=pairs["the test set"],

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from unskew.config_fields import validate_fields
 from unskew.data.normalization import Normalization
+from unskew.data.spec import DataSpec
 from unskew.data.validation import (
     as_targets,
     check_distinct,
@@ -18,10 +21,28 @@ from unskew.data.validation import (
     normalize_inputs_layout,
     to_model_layout,
 )
-from unskew.errors import DataError, list_items, short_repr
+from unskew.errors import ConfigError, DataError, list_items, short_repr
+from unskew.tasks.base import Task
 
 LARGEST = 2**63
 """Limit of integer arguments: arrays store 64-bit integers."""
+
+
+def configured_task(task: Task, options: Mapping[str, Any] | None) -> Task:
+    """Return a task with options.
+
+    Args:
+        task: Task without options.
+        options: Fields of its section of the configuration, or None.
+
+    Raises:
+        ConfigError: If the task has no options, or one is unknown or not valid.
+    """
+    if options and not task.section:
+        raise ConfigError(f"options={short_repr(options)}: the task {task.name} has none. Remove them.")
+    if not task.section:
+        return task
+    return task.configured(getattr(validate_fields(DataSpec, {task.section: dict(options or {})}), task.section))
 
 
 def check_integer(value: object, name: str, least: int | None = None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +130,12 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     return partitioned if spec.shift is None else with_shift(partitioned, parse_shift(spec.shift))
 
 
+def task_options(spec: DataSpec) -> Any:
+    """Return the section with the options of the task that a specification names, or None."""
+    section = "" if spec.task == "auto" else TASKS[spec.task].section
+    return getattr(spec, section) if section else None
+
+
 def load_source_for(spec: DataSpec) -> Source:
     """Load the data source, before it is partitioned."""
     path, label, text = spec.data_path, spec.label, spec.text
@@ -145,6 +152,7 @@ def load_source_for(spec: DataSpec) -> Source:
         split=split or (),
         sorts=isinstance(spec.partition, str) and spec.partition.startswith("sorted"),
         harmonized=is_table(spec.data) and spec.harmonize.method != "none",
+        options=task_options(spec),
     )
     if is_text(spec.data):
         if choice.mixed:
@@ -185,4 +193,13 @@ def load_source_for(spec: DataSpec) -> Source:
         raise ConfigError(
             f"image_size={spec.image_size} requires images, but the inputs of {source.name} are not images."
         )
+    section = source.objective.section
+    for other in {task.section for task in TASKS.values()} - {"", section}:
+        if getattr(spec, other) != type(getattr(spec, other))():
+            raise ConfigError(
+                f"{other} has options of another task: the task of {source.name} is {source.task}. Remove {other}, or set "
+                f"task={other} and its labels."
+            )
+    if section:
+        source = replace(source, trained_for=source.objective.configured(getattr(spec, section)))
     return harmonizable(source, spec)

@@ -8,6 +8,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from unskew.data.clients import DrawnClients, IndexedRows, take_rows
@@ -28,11 +29,11 @@ from unskew.data.readers.encoders import (
 )
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
 from unskew.data.spec import DataSpec
-from unskew.data.target_scaling import task_with_moments
+from unskew.data.target_scaling import fitted_task, task_with_moments
 from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
+from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
-from unskew.tasks.regression import Regression
 
 
 class GlobalStats(NamedTuple):
@@ -40,12 +41,12 @@ class GlobalStats(NamedTuple):
 
     Attributes:
         columns: Fitted encoders of a table with mixed column types, or None.
-        targets: Regression task with the mean and scale of its targets, or None.
+        task: Task with constants from the data, such as the mean and scale of regression targets; None if it has none.
         traffic: Bytes that each client sent and received for the statistics, ``[K, 2]``; None if there was no traffic.
     """
 
     columns: FittedEncoders | None = None
-    targets: Regression | None = None
+    task: Task | None = None
     traffic: np.ndarray | None = None
 
 
@@ -110,28 +111,33 @@ class PartitionedSource:
             yield rows_of_table(self.source, self.train.x, self.train.y, rows)
 
     def known(self, exchange: Exchange | None = None, rows: int | None = None) -> GlobalStats:
-        """Compute the statistics that encode columns and scale targets, from sums over clients' training samples.
+        """Compute the statistics that encode columns and fit the task, from sums over clients' training samples.
 
         Args:
             exchange: Asks all clients for sums; by default, they are computed here.
             rows: Number of training samples of all clients; by default, of those here.
 
         Raises:
-            DataError: If no client has a value in some column.
+            DataError: If no client has a value in some column, or the task cannot be fitted.
         """
         source, known = self.source, self.source.encoders
         targets = target_names(source)
-        if not known and not targets:
+        if not known and not targets and not source.objective.fits:
             return GlobalStats()
         exchange = exchange or SimulatedExchange(self.client_rows)
         rows = int((self.splits - self.parts.offsets[:-1]).sum()) if rows is None else rows
         agreed = self.spec.category_values
         coded = [encoder.name for encoder in known if encoder.kind == "category" and encoder.name not in agreed]
         found = column_totals(exchange, [known[j].name for j in numeric_columns(known)], targets, coded)
+        task: Task | None = task_with_moments(found.targets) if targets else None
+        sent = found.result_bytes
+        if source.objective.fits:
+            task, constants = fitted_task(source.objective, exchange)
+            sent += constants
         return GlobalStats(
             fit_encoders(known, source.indicate, found, rows, agreed) if known else None,
-            task_with_moments(found.targets) if targets else None,
-            exchange.traffic + [0, found.result_bytes] + (0 if self.sent is None else self.sent),
+            task,
+            exchange.traffic + [0, sent] + (0 if self.sent is None else self.sent),
         )
 
     def federation(self, known: GlobalStats) -> Federation:
@@ -156,8 +162,9 @@ class PartitionedSource:
             normalization = source.normalization
         else:
             normalization = fit_normalization(take_rows(train.x, rows))
-        if known.targets is not None:
-            scaled = known.targets.standardize
+        task = known.task or source.trained_for
+        if known.task is not None:
+            scaled = known.task.standardize
             y, test = scaled(y), replace(test, y=scaled(test.y))
             at_server = None if at_server is None else replace(at_server, y=scaled(at_server.y))
         in_file = locate_tensor(train.x) is not None
@@ -168,9 +175,9 @@ class PartitionedSource:
             test=(test.x, test.y),
             server=at_server,
             task=source.task,
-            classes=source.classes,
+            classes=source.classes if task is None else len(task.names) or source.classes,
             normalization=normalization,
-            class_names=source.class_names,
+            class_names=source.class_names if task is None else task.names or source.class_names,
             name=source.name,
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
@@ -178,7 +185,7 @@ class PartitionedSource:
             text_groups=rows_per_value(self.parts, train, self.spec.partition) if TASKS[source.task].tokens else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
-            trained_for=known.targets,
+            trained_for=task,
             stats_traffic=known.traffic,
             harmonization=self.harmonization,
             missing=missing,
@@ -213,6 +220,7 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
         missing=Computed(names, lambda j: int(missing_values(table[:, j : j + 1], known[j : j + 1]).sum())),
         target_names=targets,
         targets=y.numpy()[rows] if targets else np.zeros((len(rows), 0)),
+        y=y[torch.from_numpy(rows)] if source.objective.fits else None,
     )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, Literal, NamedTuple
 
 import pydantic
@@ -13,6 +15,7 @@ from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError
 from unskew.expressions import parse_expression, parse_names, split_list, unquote
+from unskew.tasks.survival_columns import value_text
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
@@ -188,6 +191,8 @@ def known_task(task: str) -> str:
     return task
 
 
+PositiveTime = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+"""Time after 0."""
 ColumnName = Annotated[str, AfterValidator(unquote)]
 """Name of one column."""
 ColumnNames = Annotated[tuple[str, ...], BeforeValidator(_split_column_names)]
@@ -223,6 +228,46 @@ class HarmonizeSpec(Section):
     allow them."""
 
 
+class SurvivalSpec(Section):
+    """Bins of time and event of the task ``survival``."""
+
+    event: str | None = None
+    """Value of the second label column that means the event; by default 1 or true."""
+    until: Annotated[float, Field(gt=0, le=2.0**44, allow_inf_nan=False)] | None = None
+    """Last time: later times are censored there. By default, the upper end of the last occupied cell of a public grid, which
+    discloses the largest time to 4.4 %."""
+    bins: Annotated[int, Field(ge=1, le=256)] | tuple[PositiveTime, ...] | None = None
+    """Number of bins with about equal numbers of events, or increasing cut points, the last of which is ``until``; by default
+    10, or fewer with fewer than 100 events."""
+    horizons: tuple[PositiveTime, ...] = ()
+    """Times at which risks are reported; by default, the cut points nearest to the quartiles of the events."""
+
+    @pydantic.model_validator(mode="before")
+    @classmethod
+    def _event_as_text(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("event") is not None:
+            return {**values, "event": value_text(values["event"])}
+        return values
+
+    @pydantic.model_validator(mode="after")
+    def _times_in_order(self) -> SurvivalSpec:
+        cuts = self.bins if isinstance(self.bins, tuple) else (self.until or math.inf,)
+        last = cuts[-1] if cuts else 0.0
+        if not cuts or any(a >= b for a, b in pairwise(cuts)):
+            raise ValueError("survival.bins must be a number, or increasing cut points")
+        if isinstance(self.bins, tuple) and self.until not in (None, last):
+            raise ValueError(
+                f"the last of survival.bins is {last:g}, but survival.until is {self.until:g}; make them equal, or remove "
+                "until"
+            )
+        if late := [horizon for horizon in self.horizons if horizon > last]:
+            raise ValueError(
+                f"survival.horizons has {late[0]:g}, which is after {last:g}, the last time with a prediction; remove it, or "
+                "set a later survival.until"
+            )
+        return self
+
+
 def text_columns(text: object) -> Any:
     """Return the columns of the section ``text``, which may be written as the columns alone."""
     if isinstance(text, str | list | tuple):
@@ -242,7 +287,8 @@ class DataSpec(Section):
     data_path: Annotated[str | None, DATA] = None
     """Folder with the source's files, for offline use."""
     label: Annotated[ColumnName | None, DATA] = None
-    """Label column of a table; if it contains lists, the task is multi-label; several columns with ``task: regression``."""
+    """Label column of a table; if it contains lists, the task is multi-label; several columns with ``task: regression``; the
+    columns of time and event with ``task: survival``."""
     label_separator: Annotated[Annotated[str, Field(min_length=1)] | None, DATA] = None
     """Separator between the labels of a sample in a string label column."""
     image: Annotated[ColumnName | None, DATA] = None
@@ -252,7 +298,8 @@ class DataSpec(Section):
     exclude: Annotated[ColumnNames, DATA] = ()
     """Columns of a table that are not inputs: ``patient_id,row``."""
     task: Annotated[str, AfterValidator(known_task), DATA] = "auto"
-    """``regression`` predicts the numbers of one or more label columns; ``auto`` infers the task from the label column."""
+    """``regression`` predicts the numbers of one or more label columns, ``survival`` the time until an event; ``auto`` infers
+    the task from the label column."""
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to
     their values; secure aggregation needs it."""
@@ -291,6 +338,8 @@ class DataSpec(Section):
     """Columns and tokenizer of texts; a list of columns is accepted, too."""
     harmonize: HarmonizeSpec = HarmonizeSpec()
     """Harmonization of sites; ``combat`` alone is accepted, too."""
+    survival: SurvivalSpec = SurvivalSpec()
+    """Options of ``task: survival``."""
     reserve_test_samples: Annotated[int, Field(ge=0)] = 0
     """Exclude at least this many test samples from evaluation, to compare runs with and without server data."""
 

@@ -1,35 +1,50 @@
-"""Standardization of regression targets with global statistics."""
+"""Constants of a task from sums over clients: the scale of regression targets, and what a task fits itself."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
+from torch import Tensor
 
-from unskew.data.column_statistics import ColumnMoments, column_totals
+from unskew.data.column_statistics import NUMBER, ColumnMoments, column_totals
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows
-from unskew.sums.exchange import SimulatedExchange
+from unskew.sums.base import ClientRows, SumRequest
+from unskew.sums.exchange import Exchange, SimulatedExchange
+from unskew.tasks.base import Task
 from unskew.tasks.regression import Regression
 
 
-def fit_target_scaling(
-    clients: Callable[[], Iterable[np.ndarray]], names: Sequence[str], targets: int
-) -> tuple[Regression, np.ndarray]:
-    """Fit the scale of ``T`` regression targets on the clients' training samples.
+def fit_task(task: Task, clients: Sequence[Tensor], names: Sequence[str]) -> tuple[Task, np.ndarray]:
+    """Fit the constants of a task on the clients' training samples.
 
     Args:
-        clients: Function that returns the training targets ``[n_k, T]`` of each client.
+        task: Task that fits its constants, or standardizes targets.
+        clients: Training targets of each client, as ``read`` returns them.
         names: Names of the targets; their indices if empty.
-        targets: Number of targets ``T``.
 
     Returns:
-        The regression task with its scale, and the bytes that each client sent and received, ``[K, 2]``.
+        The task with its constants, and the bytes that each client sent and received, ``[K, 2]``.
     """
-    names = tuple(names) or tuple(str(t) for t in range(targets))
-    exchange = SimulatedExchange(lambda: (ClientRows(target_names=names, targets=part) for part in clients()))
+    if task.fits:
+        exchange = SimulatedExchange(lambda: (ClientRows(y=own) for own in clients))
+        fitted, sent = fitted_task(task, exchange)
+        return fitted, exchange.traffic + [0, sent]
+    names = tuple(names) or tuple(str(t) for t in range(clients[0].shape[1]))
+    exchange = SimulatedExchange(lambda: (ClientRows(target_names=names, targets=own.numpy()) for own in clients))
     found = column_totals(exchange, (), names)
     return task_with_moments(found.targets), exchange.traffic + [0, found.result_bytes]
+
+
+def fitted_task(task: Task, exchange: Exchange) -> tuple[Task, int]:
+    """Return a task with constants from sums over clients, and the bytes of the constants, which each client receives.
+
+    Args:
+        task: Task that fits its constants.
+        exchange: Asks all clients for sums.
+    """
+    fitted = task.fit(lambda kind, args, tensors: exchange([SumRequest(kind, args, tensors)])[0])
+    return fitted, NUMBER * sum(map(len, fitted.constants.values()))
 
 
 def task_with_moments(found: ColumnMoments) -> Regression:

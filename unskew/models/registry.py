@@ -22,6 +22,7 @@ from unskew.models.user_modules import describe_error
 from unskew.models.zoo.basic import MLP, VGG11, Logistic
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
 from unskew.models.zoo.huggingface import hugging_face, resnet18, vit_b16
+from unskew.models.zoo.proportional import Proportional
 from unskew.models.zoo.resnet import ResNet20
 from unskew.models.zoo.tabular import TableMLP
 from unskew.models.zoo.text import TextMLP
@@ -105,6 +106,12 @@ MODELS: dict[str, ModelEntry] = {
             TableMLP,
             "Multilayer perceptron on the numbers of a table and embeddings of its categories",
             "Guo and Berkhahn 2016, arXiv:1604.06737",
+        ),
+        ModelEntry(
+            "proportional",
+            Proportional,
+            "Proportional hazards for survival analysis: one linear effect for all bins of time",
+            "Cox 1972, Journal of the Royal Statistical Society B 34; Friedman 1982, Annals of Statistics 10",
         ),
         ModelEntry(
             "text-mlp",

@@ -22,6 +22,7 @@ from unskew.data.readers.encoders import Encoder
 from unskew.data.readers.text import is_text
 from unskew.data.spec import parse_split
 from unskew.errors import CheckpointError, DataError
+from unskew.expressions import parse_names
 from unskew.filesystem import write_atomic
 from unskew.json_models import read_model
 from unskew.tasks.base import Task
@@ -112,6 +113,14 @@ class InputSpec(BaseModel):
     def names(self) -> list[str]:
         """Names of the outputs: the class names, or their numbers."""
         return list(self.class_names) or [str(number) for number in range(self.classes)]
+
+    @property
+    def label_columns(self) -> tuple[str | None, ...]:
+        """Columns of labels in a table; None if the run does not name them."""
+        task = self.objective
+        if task.numeric_labels and not task.names:
+            return self.class_names
+        return parse_names(self.label) if task.numeric_labels and self.label is not None else (self.label,)
 
     @property
     def image_size(self) -> int | None:

@@ -15,7 +15,7 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import RESERVED_METRICS
-from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, metric_names, missing_classes
+from unskew.tasks.metrics import METRICS, TWO_CLASSES, MetricSet, OwnMetric, missing_classes
 from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 
 SUMMARY = {
@@ -31,6 +31,8 @@ PREFIXES = (
     *("synthetic_", "best_", "constant_", "client_", "clients_", "personal_", "validation_", "local_", "server_"),
     *("kept_", "unseen_", "all_", "epsilon_", "dpsgd_", "seconds_", "rounds_", "bytes_", "seeds_"),
 )
+NO_OBJECTIVES = (*TWO_CLASSES, "risk_gap")
+"""Metrics whose best value is between worse ones."""
 SUFFIXES = ("_std", "_low", "_high", "_before_closing", "_at_validation_round")
 
 
@@ -75,8 +77,10 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     known = [str(entry) for entry in config.metrics if not is_custom_metric(entry)]
     own = {metric_name(entry): metric_function(entry) for entry in config.metrics if is_custom_metric(entry)}
     where = f"the task of {federation.name} is {federation.task}"
-    if known and known[0] not in task.requestable:
-        raise ConfigError(f"metrics={known[0]} needs one class per sample, but {where}, which has its own metrics.")
+    if odd := [entry for entry in known if entry not in task.requestable]:
+        has = f"which has {', '.join(task.requestable)}" if task.requestable else "which has its own metrics"
+        needed = "one class per sample" if odd[0] in METRICS else "another task"
+        raise ConfigError(f"metrics={odd[0]} needs {needed}, but {where}, {has}.")
     one_class = "one_class" in task.provides
     two_classes = one_class and len(names) == 2
     if config.positive is not None and not (two_classes and config.positive in names):
@@ -95,12 +99,13 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
         )
     check_metric_names_free(own)
     possible = [task.scored, "loss", WORST, *task.extra_metrics, *own]
-    possible += metric_names([entry for entry in task.requestable if entry not in TWO_CLASSES], names)
+    judging = tuple(entry for entry in task.requestable if entry not in NO_OBJECTIVES)
+    possible += task.metric_names(MetricSet(judging, class_names=tuple(names)))
     if name not in possible:
         few = [entry for entry in possible if not entry.startswith(RECALL)]
         more = f", {RECALL}CLASS" if len(few) < len(possible) else ""
         raise ConfigError(f"objective={name} is not available: {where}. Available: {', '.join(few)}{more}.")
-    base_name = "recall" if name.startswith(RECALL) else name
+    base_name = name.partition("/")[0]
     if base_name in task.requestable and base_name not in known:
         known.append(base_name)
     index = 1 if config.positive is None else names.index(config.positive)

@@ -215,7 +215,7 @@ class Session:
                 **(
                     score.metrics
                     if score
-                    else dict.fromkeys((*parts.task.extra_metrics, *parts.metrics.computed.names))
+                    else dict.fromkeys((*parts.task.extra_metrics, *parts.task.metric_names(parts.metrics.computed)))
                 ),
                 "bytes_up": traffic.up + traffic.buffers_up,
                 "bytes_down": traffic.down + traffic.buffers_down,

@@ -91,7 +91,7 @@ def summarize(
         "best_round": best_round,
         "best_last_5": max(scored[-5:]),
         "loss": final["loss"],
-        **{name: final[name] for name in (*task.extra_metrics, *metrics.computed.names)},
+        **{name: final[name] for name in (*task.extra_metrics, *task.metric_names(metrics.computed))},
         **{f"best_{name}": best_value_of(history, name)[0] for name in task.extra_metrics if name.endswith("f1")},
         **{f"best_{name}": best_value_of(history, name, lowest=True)[0] for name in task.lower_is_better},
         **({objective.name: final[objective.name], f"best_{objective.name}": best_value} if other else {}),

@@ -91,8 +91,7 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:
         task = inputs.objective
-        wanted = inputs.class_names if task.numeric_labels else (inputs.label,)
-        for name in wanted:
+        for name in inputs.label_columns:
             if name is None:
                 raise ConfigError(
                     "The run does not record a label column: it was trained on arrays or by an older version. "
@@ -103,7 +102,7 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
                     f"{path}: {unknown_name('column', name, rows.table.column_names)} The label column is required."
                 )
         if task.numeric_labels:
-            (numbers,) = read_targets({str(path): rows.table}, inputs.class_names)
+            (numbers,) = read_targets({str(path): rows.table}, [str(name) for name in inputs.label_columns], task)
             return np.asarray(task.read(torch.from_numpy(numbers), str(path)))
         label, column = str(inputs.label), rows.table.column(str(inputs.label))
         known = metadata_class_names(rows.table, label)

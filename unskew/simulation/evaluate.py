@@ -146,7 +146,7 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        logits_list: list[Tensor] | None = [] if self.metrics else None
+        logits_list: list[Tensor] | None = [] if self.metrics or self.task.ranked else None
         right, scores, losses, tally = self._samples(v, b, *self._test, logits_list=logits_list)
         loss = float(losses.sum() / scores.sum())
         metrics = self.task.measure(tally, loss)
@@ -167,15 +167,22 @@ class Evaluator:
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
-        return self.task.requested_metrics(self.metrics, *truth_and_scores(self.task, logits, y), where, defined)
+        arrays = truth_and_scores(self.task, logits, y)
+        requested = self.task.requested_metrics(self.metrics, *arrays, where, defined) if self.metrics else {}
+        return self.task.measure_all(*arrays) | requested
+
+    def _primary(self, logits: Sequence[Tensor], y: Tensor) -> float:
+        """Compute the primary metric of a task for which it depends on all samples together; NaN if it is undefined."""
+        arrays = truth_and_scores(self.task, logits, y.to(self.model.device))
+        return self.task.measure_all(*arrays).get(self.task.scored, np.nan)
 
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client except the primary metric and the loss."""
         y = y.to(logits.device)
         metrics = self.task.measure(self.task.tally(logits, y), loss)
-        metrics.pop(self.task.scored, None)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        metrics |= self._of_all([logits], y, where, defined=False) if self.metrics else {}
+        metrics |= self._of_all([logits], y, where, defined=False) if self.metrics or self.task.ranked else {}
+        metrics.pop(self.task.scored, None)
         if "vector" not in self.task.provides:
             return metrics
         return metrics | self._intervals(self.task, self.metrics, logits, y)
@@ -189,7 +196,7 @@ class Evaluator:
         arrays, few = truth_and_scores(task, [logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
         intervals: dict[str, float] = {}
         for name in metric_set.with_intervals:
-            if name == task.scored and "counts" not in task.provides:
+            if name == task.scored and "counts" not in task.provides and not task.ranked:
                 interval = student_interval(task.correct(logits, y).tolist(), metric_set.level)
             else:
                 interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
@@ -242,7 +249,7 @@ class Evaluator:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
         # Several predictions per sample are too many to store: a language model has as many logits per token as tokens.
-        stored = (each or pooled) and "vector" in self.task.provides
+        stored = (each or pooled or self.task.ranked) and "vector" in self.task.provides
         logits_list: list[Tensor] | None = [] if stored else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
@@ -250,6 +257,9 @@ class Evaluator:
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
+        if self.task.ranked and logits_list is not None:
+            own = zip(torch.split(torch.cat(logits_list), sizes), targets, strict=True)
+            accuracies = np.array([self._primary([part], y) for part, y in own])
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
@@ -258,10 +268,10 @@ class Evaluator:
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
         if pooled:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
-            pooled_metrics.pop(scored, None)
-            if logits_list is not None and self.metrics:
+            if logits_list is not None and (self.metrics or self.task.ranked):
                 y = torch.cat(targets).to(self.model.device)
                 pooled_metrics |= self._of_all(logits_list, y, "the held-out samples of the clients")
+            pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def evaluate_client(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
@@ -274,9 +284,12 @@ class Evaluator:
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
         if len(client.y_test):
-            logits_list: list[Tensor] | None = [] if each and "vector" in self.task.provides else None
+            stored = (each or self.task.ranked) and "vector" in self.task.provides
+            logits_list: list[Tensor] | None = [] if stored else None
             scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=logits_list)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
+            if self.task.ranked and logits_list is not None:
+                accuracy = self._primary(logits_list, client.y_test)
             logits = scores[0] if logits_list is None else torch.cat(logits_list)
             others = self._others(logits, client.y_test, loss, client.id) if each else {}
             return Score(accuracy, loss, others)
@@ -360,9 +373,12 @@ class Evaluator:
         metrics = {scored: float(right.mean()), "loss": loss, **task.measure(task.tally(logits, y), loss)}
         if metric_set:
             metrics |= task.requested_metrics(metric_set, *truth_and_scores(task, [logits], y), "a constant")
+        if task.ranked:
+            metrics |= task.measure_all(*truth_and_scores(task, [logits], y))
         if not each:
             return metrics
-        return metrics | {scored: float(right.mean()), **self._intervals(task, metric_set, logits, y)}
+        primary = metrics[scored] if task.ranked else float(right.mean())
+        return metrics | {scored: primary, **self._intervals(task, metric_set, logits, y)}
 
     def _by_class(self, v: Tensor, b: Tensor, labels: list[Tensor]) -> tuple[np.ndarray, np.ndarray]:
         """Return accuracy and loss on the test set reweighted to the classes in each client's labels, ``[K]`` each."""

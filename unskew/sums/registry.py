@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from unskew.sums import columns, cross_products, fisher, scores, skew
+from unskew.sums import columns, cross_products, fisher, scores, skew, survival
 from unskew.sums.base import SumKind
 
 SUMS: dict[str, SumKind] = {
@@ -27,7 +27,10 @@ SUMS: dict[str, SumKind] = {
         skew.LabelProducts(),
         skew.LabelScatter(),
         scores.Scores(),
+        survival.SurvivalTimes(),
+        survival.SurvivalCounts(),
+        survival.SurvivalStatistic(),
     )
 }
-PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients")
+PERMISSIONS = ("counts", "missing", "histograms", "moments", "features", "gradients", "survival")
 """Statistics that a server may ask for, and a site must allow in ``site.yaml``."""

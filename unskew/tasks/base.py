@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +22,10 @@ PROVIDED = {
 """What a task may provide of a sample, and a method may need, by name. With one vector there is also one prediction."""
 
 
+Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
+"""Maps the kind, the arguments and the constants of a federated sum to the sums over the training rows of all clients."""
+
+
 class Task:
     """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
 
@@ -38,8 +42,20 @@ class Task:
     numeric_labels: ClassVar[bool] = False
     """True if the labels of a table are columns of numbers, so that the configuration must name the task."""
 
+    coded_labels: ClassVar[tuple[int, ...]] = ()
+    """Positions of label columns that need not have numbers, because ``encode_column`` reads them."""
+
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
+
+    fits: ClassVar[bool] = False
+    """True if ``fit`` must be called before training: other constants of the task come from sums over the clients."""
+
+    section: ClassVar[str] = ""
+    """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
+
+    least: ClassVar[float] = 0.0
+    """Lowest value of the primary metric."""
 
     tokens: ClassVar[bool] = False
     """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
@@ -52,6 +68,9 @@ class Task:
 
     scored: ClassVar[str] = "accuracy"
     """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
+
+    ranked: ClassVar[bool] = False
+    """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
 
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
@@ -67,6 +86,33 @@ class Task:
 
     std: tuple[float, ...] = ()
     """Standard deviation of each target, if targets are standardized."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the outputs, if the task and not the data define them; otherwise empty."""
+        return ()
+
+    def configured(self, options: Any) -> Task:
+        """Return the task with options of the configuration.
+
+        Args:
+            options: The section ``section`` of the configuration.
+
+        Raises:
+            ConfigError: If options contradict each other.
+        """
+        return self
+
+    def fit(self, ask: Ask) -> Task:
+        """Return the task with constants from sums over the clients, if ``fits``.
+
+        Args:
+            ask: Returns sums over the training rows of all clients, whose targets, as ``read`` returns them, are their ``y``.
+
+        Raises:
+            DataError: If no task can be fitted to these sums.
+        """
+        return self
 
     @property
     def exclusive(self) -> bool:
@@ -112,6 +158,30 @@ class Task:
 
         Raises:
             DataError: If shape or values do not match the task.
+        """
+        raise NotImplementedError
+
+    def check_labels(self, names: Sequence[str]) -> None:
+        """Validate the number of label columns of a table, if labels are numbers.
+
+        Args:
+            names: Names of the label columns.
+
+        Raises:
+            ConfigError: If the task needs another number of columns.
+        """
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+        """Return the numbers of a label column of a table, ``[n]``, if its position is in ``coded_labels``.
+
+        Args:
+            index: Position of the column among the label columns.
+            name: Name of the column.
+            values: Values of the column; None where one is missing.
+            where: Name of the data, for errors.
+
+        Raises:
+            DataError: If a value is missing or not valid.
         """
         raise NotImplementedError
 
@@ -293,6 +363,15 @@ class Task:
         """
         return {}
 
+    def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+        """Compute the primary metric and metrics of ``extra_metrics`` that are no sums over samples; NaN if undefined.
+
+        Args:
+            y: True values, ``truth`` of the targets.
+            scores: Predictions, from ``scores``.
+        """
+        return {}
+
     def requested_metrics(
         self, metrics: MetricSet, y: np.ndarray, scores: np.ndarray, where: str, defined: bool = True
     ) -> dict[str, float]:
@@ -309,9 +388,17 @@ class Task:
             ConfigError: If a custom metric fails, or does not return a number.
         """
         if not np.isfinite(scores).all():
-            return dict.fromkeys(metrics.names, math.nan)
+            return dict.fromkeys(self.metric_names(metrics), math.nan)
         own = {name: custom_metric_value(name, f, y, scores, where, defined) for name, f in metrics.own.items()}
         return {**(self.metrics_of_all(y, scores, metrics) if metrics.known else {}), **own}
+
+    def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
+        """Return the names of the values of the requested metrics.
+
+        Args:
+            metrics: Requested metrics and class names.
+        """
+        return metrics.names
 
     def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute the metrics ``metrics.known`` from all predictions at once.

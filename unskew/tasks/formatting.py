@@ -15,15 +15,29 @@ COST = ("MB up", "MB down", "seconds")
 """Titles of the columns of costs."""
 
 ASKED = (
-    *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
+    *(
+        "auroc",
+        "auprc",
+        "f1",
+        "balanced_accuracy",
+        "ece",
+        "brier",
+        "observed_expected",
+        "calibration_slope",
+        "uno",
+        "ibs",
+        WORST,
+    ),
 )
-"""Metrics of classification that must be requested; recalls are named after their class."""
+"""Metrics that must be requested; recalls are named after their class."""
+WITH_NAMES = (RECALL, "brier/", "risk_gap/")
+"""Beginnings of names of metrics of a class or at a time."""
 
 
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
-    names = [name for name in row if name in ASKED or name in own or name.startswith(RECALL)]
+    names = [name for name in row if name in ASKED or name in own or name.startswith(WITH_NAMES)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
     return [metric_of(row, name) for name in (*judged, *names) if name != objective]
 

@@ -6,8 +6,9 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES: dict[str, str] = {"accuracy": "accuracy", "r2": "R²"}
-"""Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect."""
+SCORES: dict[str, str] = {"r2": "R²", "concordance": "concordance", "accuracy": "accuracy"}
+"""Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect. A task may
+have a metric of a later name in addition to its primary metric."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
 WORST = "worst_client"
@@ -76,6 +77,9 @@ KNOWN_METRICS = {
     "brier": MetricInfo("brier", "Brier score", lower_is_better=True, percent=False),
     "observed_expected": MetricInfo("observed_expected", "observed/expected", percent=False),
     "calibration_slope": MetricInfo("calibration_slope", "calibration slope", percent=False),
+    "uno": MetricInfo("uno", "Uno's concordance"),
+    "ibs": MetricInfo("ibs", "integrated Brier score", lower_is_better=True, percent=False),
+    "risk_gap": MetricInfo("risk_gap", "mean risk minus Kaplan-Meier risk", percent=False),
     WORST: MetricInfo(WORST, "worst client"),
 }
 """Metrics that unskew computes, by name, without the per-class recalls."""
@@ -93,8 +97,8 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
 
     >>> metric_info("recall/yes").title, metric_info("cost", {"cost": "lower"}).lower_is_better
     ('recall of yes', True)
-    >>> metric_info("auprc", positive="fraud").title
-    'AUPRC of fraud'
+    >>> metric_info("auprc", positive="fraud").title, metric_info("brier/365").title
+    ('AUPRC of fraud', 'Brier score at 365')
     """
     if name in ONE_CLASS and positive is not None:
         return replace(KNOWN_METRICS[name], title=f"{KNOWN_METRICS[name].title} of {positive}")
@@ -102,6 +106,9 @@ def metric_info(name: str, own: Mapping[str, str] | None = None, positive: str |
         return KNOWN_METRICS[name]
     if name.startswith(RECALL):
         return MetricInfo(name, f"recall of {name.removeprefix(RECALL)}")
+    base, slash, time = name.partition("/")
+    if slash and base in KNOWN_METRICS:
+        return replace(KNOWN_METRICS[base], name=name, title=f"{KNOWN_METRICS[base].title} at {time}")
     return MetricInfo(name, name, lower_is_better=(own or {}).get(name) == "lower", percent=False)
 
 
@@ -111,7 +118,7 @@ def primary_metric_name(names: Container[str]) -> str:
     >>> primary_metric_name({"round": 1, "r2": 0.5}), primary_metric_name(["best_accuracy", "accuracy"])
     ('r2', 'accuracy')
     """
-    return "r2" if "r2" in names else "accuracy"
+    return next((name for name in SCORES if name in names), "accuracy")
 
 
 def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:

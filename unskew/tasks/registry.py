@@ -5,9 +5,10 @@ from collections.abc import Collection
 from unskew.tasks.base import PROVIDED, Task
 from unskew.tasks.classification import Classification, LanguageModeling, MultiLabel
 from unskew.tasks.regression import Regression
+from unskew.tasks.survival import Survival
 
 TASKS: dict[str, Task] = {
-    task.name: task for task in (Classification(), MultiLabel(), LanguageModeling(), Regression())
+    task.name: task for task in (Classification(), MultiLabel(), LanguageModeling(), Regression(), Survival())
 }
 """Tasks by name."""
 

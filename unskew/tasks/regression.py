@@ -39,6 +39,7 @@ class Regression(Task):
         scored: Primary metric, R².
         extra_metrics: Names of the metrics in addition to loss and R².
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
+        least: Lowest R².
         kind: Loss: ``mse``, ``mae`` or ``huber``.
         delta: Error at which the Huber loss becomes linear, in standard deviations.
         mean: Mean of each target over all clients' training samples, ``[T]``, in original units.
@@ -54,6 +55,7 @@ class Regression(Task):
     scored: ClassVar[str] = "r2"
     extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
+    least: ClassVar[float] = LEAST
 
     kind: str = "mse"
     delta: float = 1.0

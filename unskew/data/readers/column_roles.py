@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskew.data.readers.arrow import pa, pc
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import parse_names, quote
+
+if TYPE_CHECKING:
+    from unskew.tasks.base import Task
 
 INPUT, LABEL, DIVIDES = "input", "label", "decides the partition"
 SPLITS = "decides the split"
@@ -39,6 +42,7 @@ class ColumnSelection(NamedTuple):
         split: Columns that decide which rows are held out; inputs only if ``features`` or ``dates`` contains them.
         sorts: Whether the values of the column ``divides`` are sorted, and are not names.
         harmonized: Whether columns are harmonized before they are standardized.
+        options: Section of the configuration with the options of the task; None if it has none.
     """
 
     features: tuple[str, ...] = ()
@@ -52,15 +56,22 @@ class ColumnSelection(NamedTuple):
     split: tuple[str | None, ...] = ()
     sorts: bool = False
     harmonized: bool = False
+    options: Any = None
+
+    @property
+    def objective(self) -> Task | None:
+        """Task of the configuration with its options; None for ``auto``."""
+        if self.task == "auto":
+            return None
+        from unskew.tasks.registry import TASKS
+
+        task = TASKS[self.task]
+        return task if self.options is None else task.configured(self.options)
 
     @property
     def numeric(self) -> bool:
         """Whether the label columns are numbers to predict."""
-        if self.task == "auto":
-            return False
-        from unskew.tasks.registry import TASKS
-
-        return TASKS[self.task].numeric_labels
+        return self.objective is not None and self.objective.numeric_labels
 
     @property
     def mixed(self) -> bool:
@@ -86,7 +97,9 @@ class ColumnSelection(NamedTuple):
         """
         names = {*self.categories, *self.dates, self.divides, *self.split}
         numbers = [column for column in self.features if column not in names]
-        labels = () if label is None else (label, *parse_names(label))
+        columns = () if label is None else parse_names(label)
+        coded = () if self.objective is None else self.objective.coded_labels
+        labels = () if label is None else (label, *(c for i, c in enumerate(columns) if i not in coded))
         distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
         known = tuple(str(name) for name in distinct)
         if self.numeric:

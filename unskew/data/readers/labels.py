@@ -15,6 +15,7 @@ from unskew.data.readers.images import is_binary
 from unskew.data.readers.names import clean_names
 from unskew.errors import ConfigError, DataError
 from unskew.filesystem import parse_json
+from unskew.tasks.base import Task
 
 
 class EncodedLabels(NamedTuple):
@@ -73,35 +74,40 @@ def read_labels(
     return EncodedLabels(names, ys, "multilabel")
 
 
-def read_targets(parts: Mapping[str, Any], columns: Sequence[str]) -> list[np.ndarray]:
+def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -> list[np.ndarray]:
     """Read columns of numbers to predict as float64 ``[n, T]``, for each part.
 
     Args:
         parts: pyarrow table of each part, by the part's name in errors.
         columns: Names of the target columns.
+        task: Task, which reads the columns of ``coded_labels``.
 
     Raises:
         DataError: If a value is missing, infinite or not a number.
     """
+    task.check_labels(columns)
+    coded = {columns[index]: index for index in task.coded_labels}
+    numbers = [column for column in columns if column not in coded]
     ys = []
     for where, part in parts.items():
-        for column in columns:
+        for column in numbers:
             kind = part.column(column).type
             if not is_numeric(kind):
                 values = part.column(column).drop_null()
                 reason = why_text(values) if is_string(kind) else None
                 example = reason or (f"such as {values[0].as_py()}" if len(values) else "no values")
                 raise DataError(
-                    f"{where}: the target column {column!r} contains {kind} ({example}), but regression requires numbers."
+                    f"{where}: the target column {column!r} contains {kind} ({example}), but {task.name} requires numbers."
                 )
-        targets = [part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in columns]
-        for column, values in zip(columns, targets, strict=True):
+        targets = {column: part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in numbers}
+        for column, values in targets.items():
             bad = int((~np.isfinite(values)).sum())
             if bad:
                 raise DataError(
                     f"{where}: the target column {column!r} has {bad} missing or infinite values. Remove those rows."
                 )
-        ys.append(np.column_stack(targets))
+        targets |= {c: task.encode_column(i, c, part.column(c).to_pylist(), where) for c, i in coded.items()}
+        ys.append(np.column_stack([targets[column] for column in columns]))
     return ys
 
 

@@ -35,6 +35,7 @@ from unskew.data.splits import check_no_shared_groups, test_row_mask
 from unskew.data.validation import as_targets, check_classes
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.filesystem import parse_json
+from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
 
 FEW_CLASSES, MANY = 10, 100
@@ -89,6 +90,7 @@ class Source:
         columns: Role of each column of a table; empty for other data.
         encoders: Initial encoders of a table's input columns, if they must still be fitted with client sums.
         indicate: Whether additional inputs mark missing numbers of these columns.
+        trained_for: Task with options of the configuration; None means the plain task. Read it through ``objective``.
     """
 
     name: str
@@ -100,6 +102,12 @@ class Source:
     columns: Mapping[str, str] = field(default_factory=dict)
     encoders: tuple[Encoder, ...] = ()
     indicate: bool = False
+    trained_for: Task | None = None
+
+    @property
+    def objective(self) -> Task:
+        """Task of the data, before it is fitted to them."""
+        return TASKS[self.task] if self.trained_for is None else self.trained_for
 
     def sized(self, size: int | None) -> Source:
         """Return the source with square images of this side length; inputs that are not images stay unchanged."""
@@ -188,9 +196,9 @@ def source_from_tables(
         check_plain(part, (choice.divides, *choice.split), name)
     if label is None:
         raise DataError(f"Set label to the label column of {name}: one of {', '.join(train.column_names)}.")
-    if choice.numeric:
+    if choice.objective is not None and choice.numeric:
         names, task = labels, choice.task
-        ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels)
+        ys = read_targets({f"{name}, {where}": part for where, part in parts.items()}, labels, choice.objective)
     else:
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
         names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)

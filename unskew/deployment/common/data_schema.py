@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
@@ -21,9 +23,12 @@ from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.tensor_codec import DTYPES, NAMES, InvalidMessageError
 from unskew.errors import ConfigError, DataError
 from unskew.json_models import read_model
-from unskew.runs.input_spec import InputColumn, StandardizedTask
+from unskew.runs.input_spec import Finite, InputColumn
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
+
+CONSTANTS = TypeAdapter(dict[str, tuple[Finite, ...]])
+"""Constants of a task in a message."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class DataSchema:
         dtype: Dtype of stored inputs.
         normalization: Normalization of inputs.
         columns: Encoders of the columns of a mixed table.
-        targets: Mean and standard deviation of regression targets.
+        constants: Constants of the task from the data or the configuration, such as the mean of regression targets.
         weights: Class weights of the loss, if any.
         settled: Whether the schema is complete; it is not before the global column statistics are known.
     """
@@ -50,7 +55,7 @@ class DataSchema:
     dtype: torch.dtype
     normalization: Normalization | None
     columns: tuple[Encoder, ...] = ()
-    targets: StandardizedTask | None = None
+    constants: Mapping[str, tuple[float, ...]] = field(default_factory=dict)
     weights: tuple[float, ...] = ()
     settled: bool = True
 
@@ -66,27 +71,29 @@ class DataSchema:
             federation.test[0].dtype,
             federation.normalization,
             federation.encoders,
-            StandardizedTask.model_validate(task.constants) if task.standardized else None,
+            task.unweighted.constants,
             task.weights,
         )
 
     @property
     def needs_sums(self) -> bool:
         """Return whether the schema depends on statistics over all sites."""
-        return bool(self.columns) or TASKS[self.task].standardized
+        task = TASKS[self.task]
+        return bool(self.columns) or task.standardized or task.fits
 
     @property
     def open(self) -> DataSchema:
         """The schema before the global column statistics are known."""
         columns = tuple(Encoder(column.name, column.kind, fills=column.fills) for column in self.columns)
-        return replace(self, shape=(), normalization=None, columns=columns, targets=None, weights=(), settled=False)
+        fitted = TASKS[self.task].fits
+        opened = replace(self, shape=(), normalization=None, columns=columns, constants={}, weights=(), settled=False)
+        return replace(opened, classes=0, class_names=()) if fitted else opened
 
     @property
     def objective(self) -> Task:
         """Task that the sites train, except for the loss of regression."""
-        if self.targets is not None:
-            return TASKS[self.task].with_constants({"mean": self.targets.mean, "std": self.targets.std}, self.classes)
-        return TASKS[self.task]
+        task = TASKS[self.task]
+        return task.with_constants(self.constants, self.classes) if self.constants else task
 
     @property
     def counted(self) -> int:
@@ -107,7 +114,7 @@ class DataSchema:
             "dtype": NAMES[self.dtype],
             "normalization": json.dumps(normalization),
             "columns": json.dumps([asdict(entry) for entry in self.columns]),
-            "targets": json.dumps(None if self.targets is None else [self.targets.mean, self.targets.std]),
+            "constants": json.dumps(self.constants),
             "weights": json.dumps(self.weights),
             "settled": self.settled,
         }
@@ -131,10 +138,13 @@ class DataSchema:
                 if normalization is None
                 else Normalization(tuple(normalization[0]), tuple(normalization[1]), float(normalization[2]))
             )
-            columns, scale, weights = (json.loads(read_text(config, n)) for n in ("columns", "targets", "weights"))
+            columns, constants, weights = (
+                json.loads(read_text(config, n)) for n in ("columns", "constants", "weights")
+            )
+            constants = CONSTANTS.validate_python(constants)
             if read_text(config, "task") not in TASKS or not all(0 < weight < math.inf for weight in weights):
                 raise ValueError
-            return DataSchema(
+            schema = DataSchema(
                 tuple(int(n) for n in shape),
                 read_integer(config, "classes"),
                 tuple(str(name) for name in names),
@@ -142,10 +152,12 @@ class DataSchema:
                 DTYPES[read_text(config, "dtype")],
                 normalization,
                 tuple(Encoder(**InputColumn.model_validate(column).model_dump()) for column in columns),
-                None if scale is None else StandardizedTask(mean=scale[0], std=scale[1]),
+                constants,
                 tuple(map(float, weights)),
                 config.get("settled") is True,
             )
+            _ = schema.objective  # validates the constants
+            return schema
         except (ValueError, KeyError, TypeError, IndexError, DataError) as error:
             raise InvalidMessageError(f"its data schema cannot be read ({type(error).__name__})") from error
 

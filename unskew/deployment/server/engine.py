@@ -25,7 +25,6 @@ from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records
 from unskew.simulation.client_store import ClientStore
 from unskew.simulation.server import Server
-from unskew.tasks.regression import LEAST
 
 HELD = 256 << 20
 """Maximum number of bytes of updates kept in memory while earlier clients' updates are missing."""
@@ -259,7 +258,7 @@ class FlowerEngine:
                 return None
             if frame.kind != "scores":
                 raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'scores'")
-            lowest, scores = 0.0 if self.setup.task.scored == "accuracy" else LEAST, dict[str, float]()
+            lowest, scores = self.setup.task.least, dict[str, float]()
             for which in ("", "own_") if personal else ("",):
                 scores[f"{which}accuracy"] = read_number(frame.metrics, f"{which}accuracy", lowest, 1.0)
                 scores[f"{which}loss"] = read_metric(frame.metrics, f"{which}loss")

@@ -246,7 +246,7 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
     names = [name for name in task.requestable if name not in left_out]
     config = work.config.model_copy(update={"metrics": tuple(names), "objective": AUTO})
     computed = run_metrics(config, federation).computed
-    intervals = (task.scored, "loss", *task.extra_metrics, *computed.names)
+    intervals = (task.scored, "loss", *task.extra_metrics, *task.metric_names(computed))
     return replace(computed, with_intervals=tuple(dict.fromkeys(intervals)), level=level)
 
 

@@ -111,8 +111,7 @@ def check_precision(reference: DataSchema, rows: ClientRows, site: str) -> None:
         ConfigError: If a mean is more than 1000 times larger than all values of its column or target.
     """
     means = {encoder.name: encoder.mean for encoder in reference.columns if encoder.kind != "category"}
-    if reference.targets is not None:
-        means |= dict(zip(rows.target_names, reference.targets.mean, strict=False))
+    means |= dict(zip(rows.target_names, reference.constants.get("mean", ()), strict=False))
     values = dict(zip((*rows.columns, *rows.target_names), (*rows.numbers.T, *rows.targets.T), strict=True))
     for name, mean in means.items():
         largest = float(np.nanmax(np.abs(values[name]), initial=0.0)) if name in values else 0.0

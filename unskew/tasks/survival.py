@@ -1,0 +1,485 @@
+"""Survival analysis of right-censored times: one output per bin of time.
+
+Bins ``0 = c_0 < ... < c_J``; bin ``j`` is ``(c_{j-1}, c_j]``, and time 0 belongs to the first one. ``T_ij`` is the time of
+row ``i`` in bin ``j``, and ``D_ij`` is 1 if its event is there.
+
+    piecewise   rate_ij = exp(o_j + z_ij)         loss_i = sum_j rate_ij T_ij - D_ij (o_j + z_ij)
+    discrete    h_ij = sigmoid(o_j + z_ij)        loss_i = sum_j a_ij softplus(o_j + z_ij) - D_ij (o_j + z_ij)
+
+``a_ij`` is 1 if row ``i`` passes bin ``j`` or has its event there, 1/2 if it is censored inside, and 0 afterwards. The
+offsets ``o_j`` are the marginal hazards over all clients, so that training starts there. Both losses are sums over rows.
+
+Sources: Friedman 1982 (Annals of Statistics 10); Gensheimer and Narasimhan 2019 (arXiv:1805.00917); Kvamme and Borgan 2019
+(arXiv:1910.06724); federated: Andreux et al. 2020 (arXiv:2006.08997).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from unskew.errors import ConfigError, DataError, abbreviate
+from unskew.functorch_api import constant
+from unskew.tasks.base import Ask, Task
+from unskew.tasks.metrics import MetricSet
+from unskew.tasks.survival_columns import value_text
+from unskew.tasks.survival_metrics import (
+    Curve,
+    brier_errors,
+    concordant_pairs,
+    integrated_errors,
+    kaplan_meier,
+    last_time,
+    survival_at,
+    uno_weights,
+)
+from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
+
+BINS = 10
+"""Number of bins by default, if there are enough events."""
+AT_HORIZONS = ("brier", "risk_gap")
+"""Metrics with a value for each horizon."""
+FEW = 10
+"""Number of events per bin below which a warning is logged."""
+LOG = logging.getLogger("unskew")
+
+
+@dataclass(frozen=True)
+class Survival(Task):
+    """Time to an event, ``y [B, 2]``: the time, and 1 for an event or 0 if the row is censored.
+
+    A model has one output per bin. Its predictions are the probabilities to survive each cut point, ``[B, J]``.
+
+    Attributes:
+        name: Name of the task.
+        section: Section of the configuration with its options.
+        provides: What the task provides of a sample.
+        numeric_labels: Whether the labels of a table are columns of numbers.
+        coded_labels: Positions of the label columns that ``encode_column`` reads.
+        fits: Whether sums over all clients determine constants of the task.
+        output_kind: What ``outputs`` returns.
+        loss_options: Values of the option ``loss``.
+        scored: Primary metric.
+        ranked: Whether ``measure_all`` computes the primary metric.
+        requestable: Metrics that a run may request.
+        lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
+        event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
+        until: Time at which later times are censored; None means the largest time.
+        bins: Number of bins, or cut points; None means ``BINS``, or fewer if there are few events.
+        horizons: Times at which risks are reported; empty means the quartiles of the events.
+        kind: Loss: ``piecewise`` or ``discrete``.
+        cuts: Upper end of each bin, ``[J]``.
+        rates: Events per unit of time in each bin over all clients, ``[J]``.
+        shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
+        censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
+            point.
+    """
+
+    name: ClassVar[str] = "survival"
+    section: ClassVar[str] = "survival"
+    provides: ClassVar[frozenset[str]] = frozenset(("vector",))
+    numeric_labels: ClassVar[bool] = True
+    coded_labels: ClassVar[tuple[int, ...]] = (1,)
+    fits: ClassVar[bool] = True
+    output_kind: ClassVar[str] = "survival"
+    loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
+    scored: ClassVar[str] = "concordance"
+    ranked: ClassVar[bool] = True
+    requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
+
+    event: str | None = None
+    until: float | None = None
+    bins: int | tuple[float, ...] | None = None
+    horizons: tuple[float, ...] = ()
+    kind: str = "piecewise"
+    cuts: tuple[float, ...] = ()
+    rates: tuple[float, ...] = ()
+    shares: tuple[float, ...] = ()
+    censoring: tuple[float, ...] = ()
+
+    @property
+    def constants(self) -> dict[str, tuple[float, ...]]:
+        """Constants from the data, whether the loss is ``discrete``, and the code points of the event value."""
+        return {
+            "cuts": self.cuts,
+            "rates": self.rates,
+            "shares": self.shares,
+            "horizons": self.horizons,
+            "censoring": self.censoring,
+            "discrete": (float(self.kind == "discrete"),),
+            "event": tuple(float(ord(character)) for character in self.event or ""),
+        }
+
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+        """Return the survival task with its bins and the hazards over all clients."""
+        found = {name: tuple(map(float, values)) for name, values in constants.items()}
+        if {*found} != {*self.constants}:
+            raise ValueError("the constants are not those of survival analysis")
+        discrete, event = found.pop("discrete"), "".join(chr(int(code)) for code in found.pop("event"))
+        cuts, rates, shares = (found[name] for name in ("cuts", "rates", "shares"))
+        fits = (
+            discrete in ((0.0,), (1.0,))
+            and len(cuts) == len(rates) == len(shares) == classes
+            and all(a < b < math.inf for a, b in zip((0.0, *cuts), cuts, strict=False))
+            and all(0 < rate < math.inf for rate in rates)
+            and all(0 < share < 1 for share in shares)
+            and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
+            and len(found["censoring"]) == CELLS + 1
+            and all(0 <= share <= 1 for share in found["censoring"])
+        )
+        if not fits:
+            raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
+        kind = "discrete" if discrete[0] else "piecewise"
+        horizons, censoring = found["horizons"], found["censoring"]
+        return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
+
+    def configured(self, options: Any) -> Survival:
+        """Return the task with the options of the section ``survival``.
+
+        Args:
+            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
+        """
+        return replace(
+            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+        )
+
+    def with_loss(self, loss: str) -> Survival:
+        """Return the task with the loss ``piecewise`` or ``discrete``."""
+        return replace(self, kind=loss)
+
+    def read(self, y: Tensor, who: str) -> Tensor:
+        """Return times and events, ``[n, 2]``, as float64."""
+        if y.dim() != 2 or y.shape[1] != 2:
+            raise DataError(
+                f"The targets of {who} have shape {tuple(y.shape)}. Survival requires [n, 2]: time, and 1 for an event or 0 "
+                "if the row is censored."
+            )
+        y = y.to(torch.float64)
+        time, event = y.unbind(1)
+        swapped = bool(((time == 0) | (time == 1)).all()) and not bool(((event == 0) | (event == 1)).all())
+        for bad, what in (
+            (~time.isfinite(), "a time that is missing or infinite"),
+            (time < 0, "a negative time"),
+            (event.isnan(), "no event indicator"),
+            ((event != 0) & (event != 1), f"the event indicator {'%g'}"),
+        ):
+            if rows := torch.nonzero(bad)[:, 0].tolist():
+                value = what.replace("%g", f"{float(event[rows[0]]):g}")
+                remedy = "Write the time first, then 1 for an event or 0" if swapped else "Correct or remove these rows"
+                raise DataError(f"Row {rows[0] + 1} of {who} has {value} ({len(rows)} of {len(y)} rows). {remedy}.")
+        return y.contiguous()
+
+    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
+        """Accept all targets that ``read`` returns."""
+
+    def check_labels(self, names: Sequence[str]) -> None:
+        """Validate that there are two label columns (raises ``ConfigError`` otherwise)."""
+        if len(names) != 2:
+            raise ConfigError(
+                f"task=survival needs two label columns, but label is {','.join(names)}. Write the column of times, then the "
+                "column of events, as in label: days,event."
+            )
+
+    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+        """Return 1 for each event and 0 for each other value of the column of events.
+
+        Args:
+            index: Position of the label column.
+            name: Its name.
+            values: Its values; None where one is missing.
+            where: Name of the data, for errors.
+
+        Raises:
+            DataError: If a value is missing, or the values are not an event and its absence.
+        """
+        missing = [row for row, value in enumerate(values) if value is None or value != value]
+        if missing:
+            raise DataError(
+                f"{where}: the event column {name!r} has {len(missing)} missing values (first: row {missing[0] + 1}). Remove "
+                "those rows."
+            )
+        texts = [value_text(value) for value in values]
+        known, shown = sorted({*texts}), abbreviate(sorted({*texts}))
+        if len(known) > 2:
+            raise DataError(
+                f"{where}: the event column {name!r} has more than two values: {shown}. It must say for each row whether the "
+                "event was observed. Write label as the column of times, then the column of events."
+            )
+        if self.event is None and not {*known} <= {"0", "1"}:
+            raise DataError(
+                f"{where}: the event column {name!r} has the values {shown}. Set survival.event to the one that means the "
+                "event."
+            )
+        if self.event is not None and self.event not in known and len(known) == 2:
+            raise DataError(
+                f"{where}: survival.event is {self.event!r}, but the event column {name!r} has the values {shown}."
+            )
+        return np.array([text == (self.event or "1") for text in texts], np.float64)
+
+    def num_outputs(self, ys: Sequence[Tensor]) -> int:
+        """Return the number of bins; 1 before they are known."""
+        return len(self.cuts) or 1
+
+    def distribution(self, y: Tensor, classes: int) -> Tensor:
+        """Return time and event of each sample, ``[n, 2]``."""
+        return y.double()
+
+    def fit(self, ask: Ask) -> Survival:
+        """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
+
+        Args:
+            ask: Returns sums.
+
+        Raises:
+            ConfigError: If bins would have no event, or a horizon is after the last time.
+            DataError: If there is no event.
+        """
+        given = self.bins if isinstance(self.bins, tuple) else ()
+        until = given[-1] if given else self.until
+        if until is None:
+            counts = ask("survival_times", {}, {})["counts"].numpy()
+            until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
+        edges = grid_edges(until, given)
+        sums = ask("survival", {"until": until, "cuts": [*given]}, {})
+        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["without_events"])
+        total = int(table.events.sum())
+        if not total:
+            raise DataError(
+                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event "
+                "and survival.until."
+            )
+        if silent:
+            LOG.warning(
+                "%d clients have no event until %s; they inform only about censoring", silent, number_text(until)
+            )
+        cuts = given or self._equal_bins(table, total)
+        bins = table.bins(cuts)
+        if (empty := np.flatnonzero(bins.events == 0)).size:
+            low, high = (number_text(end) for end in ((0.0, *cuts)[empty[0]], cuts[empty[0]]))
+            raise ConfigError(
+                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
+                f"Merge the bin with another one, or set bins to a number: {_most_bins(table, len(cuts))} fit."
+            )
+        if total < FEW * len(cuts) and self.bins is not None:
+            LOG.warning(
+                "survival.bins: %d events in %d bins are fewer than %d per bin; use at most %d bins",
+                *(total, len(cuts), FEW, max(1, total // FEW)),
+            )
+        late = [horizon for horizon in self.horizons if horizon > until]
+        if late:
+            raise ConfigError(
+                f"survival.horizons: {number_text(late[0])} is after {number_text(until)}, the last time with a prediction. "
+                "Remove it, or set survival.until to a later time."
+            )
+        shares = np.minimum(bins.events / bins.at_risk, 1 - 0.5 / np.maximum(bins.at_risk, 1))
+        return replace(
+            self,
+            cuts=tuple(cuts),
+            rates=tuple((bins.events / np.maximum(bins.exposure, np.finfo(float).tiny)).tolist()),
+            shares=tuple(shares.tolist()),
+            horizons=self.horizons or quartile_cuts(bins.events, cuts),
+            censoring=tuple(table.censoring()[np.searchsorted(edges, grid_edges(until))].tolist()),
+        )
+
+    def _equal_bins(self, table: SurvivalTable, total: int) -> tuple[float, ...]:
+        """Return cut points with about equal numbers of events (raises ``ConfigError`` if fewer fit than configured)."""
+        wanted = self.bins if isinstance(self.bins, int) else max(1, min(BINS, total // FEW))
+        most = _most_bins(table, wanted)
+        if most < wanted and self.bins is not None:
+            raise ConfigError(
+                f"survival.bins={wanted} leaves a bin without an event: the {total} events of the training rows fit into "
+                f"{most} bins. Set survival.bins to at most {most}."
+            )
+        return choose_cuts(table, most) or (float(table.edges[-1]),)
+
+    @cached_property
+    def offsets(self) -> tuple[float, ...]:
+        """Offset of each output, ``[J]``: log rate, or log-odds of the share."""
+        if self.kind == "piecewise":
+            return tuple(math.log(rate) for rate in self.rates)
+        return tuple(math.log(share) - math.log1p(-share) for share in self.shares)
+
+    def _bins(self, logits: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the outputs with their offsets, the exposure and whether the event is there, ``[B, J]`` each."""
+        time, event = (y[..., column : column + 1].to(logits.dtype) for column in (0, 1))
+        low, high = constant((0.0, *self.cuts[:-1]), logits), constant(self.cuts, logits)
+        after = time > constant((-1.0, *self.cuts[:-1]), logits)  # time 0 belongs to the first bin
+        inside = (after & (time <= high)).to(logits.dtype)
+        if self.kind == "piecewise":
+            exposure = torch.minimum(time, high).sub(low).clamp_min(0)
+        else:
+            exposure = torch.where(time >= high, torch.ones_like(inside), inside * (1 + event) / 2)
+        return logits + constant(self.offsets, logits), exposure, inside * event
+
+    def losses(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the negative log-likelihood of each row."""
+        z, exposure, events = self._bins(logits, y)
+        hazard = z.exp() if self.kind == "piecewise" else F.softplus(z)
+        return (hazard * exposure - events * z).sum(-1)
+
+    def loss(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the mean negative log-likelihood."""
+        return self.losses(logits, y).mean()
+
+    def constant(self, y: Tensor, classes: int) -> Tensor:
+        """Return the outputs of the rows' own hazards; a bin without events counts half an event."""
+        _, exposure, events = (part.sum(0) for part in self._bins(y.new_zeros(len(y), classes), y))
+        offsets = y.new_tensor(self.offsets)
+        counted = events.clamp_min(0.5)
+        if self.kind == "piecewise":
+            return torch.where(exposure > 0, (counted / exposure).log() - offsets, 0.0)
+        counted = torch.minimum(counted, exposure - 0.5)
+        return torch.where(counted > 0, torch.logit(counted / exposure) - offsets, 0.0)
+
+    def correct(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return NaN: the concordance compares rows, so it is no mean over them."""
+        return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
+
+    def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
+        """Compute the concordance: the share of comparable pairs in which the row with the earlier event has the higher risk.
+
+        The risk is the cumulative hazard at the last cut point.
+        """
+        return {"concordance": ratio(concordant_pairs(*self._until(y), cumulative_hazards(scores)[:, -1]))}
+
+    def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
+        last = self.cuts[-1]
+        time = y[:, 0] if later is None else np.where(y[:, 0] > last, later, y[:, 0])
+        return np.minimum(time, last) if later is None else time, (y[:, 1] > 0) & (y[:, 0] <= last)
+
+    def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
+        """Return the names of the values of the requested metrics; those at horizons end in the time."""
+        names = [
+            f"{name}/{number_text(horizon)}" if horizon else name
+            for name in metrics.known
+            for horizon in (self.horizons if name in AT_HORIZONS else (0.0,))
+        ]
+        return (*names, *metrics.own)
+
+    def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute the requested metrics of ``requestable``; ``brier`` and ``risk_gap`` at each horizon."""
+        time, event = self._until(y)
+        beyond = self._until(y, math.inf)
+        hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
+        edges = grid_edges(self.cuts[-1])
+        censoring = Curve(edges[1:], np.array(self.censoring[1:]), step=False)
+        last = last_time(censoring, edges)
+        found: list[float] = []
+        for name in metrics.known:
+            if name == "uno":
+                weights = uno_weights(time, censoring, last)
+                found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
+            elif name == "ibs":
+                within = edges[: max(2, int(np.searchsorted(edges, last, "right")))]
+                found.append(float(integrated_errors(hazards, cuts, within, *beyond, censoring).mean()))
+            elif name == "brier":
+                survival = survival_at(hazards, cuts, horizons)
+                found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
+            else:
+                risks = 1 - survival_at(hazards, cuts, horizons)
+                found += (risks.mean(0) - 1 + kaplan_meier(*beyond).at(horizons)).tolist()
+        return dict(zip(self.metric_names(replace(metrics, own={})), found, strict=True))
+
+    def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
+        """Compute concordance, loss and all metrics."""
+        everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
+        return {**self.measure_all(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+
+    def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
+        hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
+        z = np.log(hazards / self.widths) if self.kind == "piecewise" else np.log(np.expm1(hazards))
+        return float(self.loss(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)))
+
+    @cached_property
+    def widths(self) -> tuple[float, ...]:
+        """Length of each bin, ``[J]``."""
+        return tuple(high - low for low, high in zip((0.0, *self.cuts), self.cuts, strict=False))
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Return the probability to survive each cut point, ``[B, J]``, in float64."""
+        z = logits.to(torch.float64)
+        z = z + constant(self.offsets, z)
+        if self.kind == "discrete":
+            return (-F.softplus(z).cumsum(-1)).exp()
+        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """``survival(TIME)`` for each cut point."""
+        return tuple(f"survival({number_text(cut)})" for cut in self.cuts)
+
+    def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
+        """Return the names of the outputs unchanged."""
+        return [*names]
+
+    def survival(self, outputs: np.ndarray, times: Sequence[float]) -> np.ndarray:
+        """Return the probability to survive some times, ``[n, T]``; the hazard is constant within a bin.
+
+        Args:
+            outputs: Probabilities to survive the cut points, ``[n, J]``.
+            times: Times from 0 to the last cut point, ``[T]``.
+        """
+        return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
+
+    def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
+        """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""
+        super().decisions(outputs, metrics, threshold)
+        before = np.concatenate([np.ones((len(outputs), 1)), outputs], 1)
+        reached = np.asarray(outputs <= 0.5)
+        bin_of, rows = reached.argmax(1), np.arange(len(outputs))
+        upper, lower = before[rows, bin_of], np.maximum(before[rows, bin_of + 1], np.finfo(float).tiny)
+        low, high = np.array((0.0, *self.cuts))[bin_of], np.array(self.cuts)[bin_of]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            medians = low + (high - low) * np.log(upper / 0.5) / np.log(upper / lower)
+        return [
+            value if some else None for value, some in zip(medians.tolist(), np.any(reached, 1).tolist(), strict=True)
+        ]
+
+
+def ratio(pairs: np.ndarray) -> float:
+    """Return the share of concordant pairs, given their weight and that of comparable pairs; NaN without any."""
+    return float(pairs[0] / pairs[1]) if pairs[1] else math.nan
+
+
+def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
+    """Return the cumulative hazards at the cut points, ``[n, J]``, given the probabilities to survive them."""
+    return np.asarray(-np.log(np.maximum(outputs, np.finfo(float).tiny)))
+
+
+def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...]:
+    """Return the cut points nearest to the quartiles of the events.
+
+    Args:
+        events: Events in each bin, ``[J]``.
+        cuts: Cut points, ``[J]``.
+
+    >>> quartile_cuts(np.array([1, 1, 1, 1]), [10.0, 20.0, 30.0, 40.0])
+    (10.0, 20.0, 30.0)
+    """
+    reached = np.cumsum(events) / events.sum()
+    return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
+
+
+def _most_bins(table: SurvivalTable, wanted: int) -> int:
+    """Return the largest number of bins up to ``wanted`` that all have an event."""
+    return next((bins for bins in range(wanted, 1, -1) if choose_cuts(table, bins)), 1)
+
+
+def number_text(value: float) -> str:
+    """Return a time as a text.
+
+    >>> number_text(1826.0), number_text(263.9140625)
+    ('1826', '263.914')
+    """
+    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
