@@ -32,7 +32,7 @@ from unskew.data.readers.files import (
 )
 from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
-from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
+from unskew.data.sources.builtin import digits, gaussians, lung, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
@@ -50,6 +50,8 @@ SOURCES: dict[str, str] = {
     "wine": "wines, 13 features, 3 classes, 178 rows; comes with scikit-learn, no download",
     "breast_cancer": "tumors, 30 features, 2 classes, 569 rows; comes with scikit-learn, no download",
     "diabetes": "progression of diabetes, 10 features, a regression, 442 rows; comes with scikit-learn, no download",
+    "lung": "survival with lung cancer, 7 features, 227 patients, 18 hospitals in the column institution; comes with the "
+    "package lifelines, no download",
     "cifar10": "CIFAR-10, 32 x 32 color, 10 classes (uoft-cs/cifar10)",
     "cifar100": "CIFAR-100, 32 x 32 color, 100 classes (uoft-cs/cifar100)",
     "mnist": "MNIST, 28 x 28 gray, 10 classes (ylecun/mnist)",
@@ -170,7 +172,7 @@ def load_source(
     count = number if colon and (base == "dsprites" or base in HUB) else None
     if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
         raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
-    drawn = kind in DRAWN or base == "synthetic"
+    drawn = kind in DRAWN or base in ("synthetic", "lung")
     if base == "synthetic":
         parse_synthetic(kind)
     elif count is None and kind not in SOURCES:
@@ -178,11 +180,11 @@ def load_source(
         return load_plugin_source(kind, path, options, size, classes)
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
-    if drawn and (path is not None or label is not None or image is not None):
-        raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
+    if drawn and (any(option is not None for option in (path, label, image, label_separator)) or csv != DETECTED):
+        raise ConfigError(f"The data set {kind!r} is built in. Remove path, label, image, label_separator and csv.")
     if base in OWN_LABELS and (label is not None or (image is not None and base != "leaf")):
         raise ConfigError(f"{OWN_LABELS[base]}. Remove label{'' if base == 'leaf' else ' and image'}.")
-    if kind != "table":
+    if kind not in ("table", "lung"):
         table_options = {
             "label_separator requires": label_separator is not None,
             "features and exclude require": choice.features or choice.exclude,
@@ -313,6 +315,8 @@ def load_uncached(request: SourceRequest) -> Source:
     kind, path, label, image, separator, size, _, choice, csv = request
     if kind in DRAWN:
         return DRAWN[kind]()
+    if kind == "lung":
+        return lung(choice)
     if kind.startswith("synthetic"):
         return synthetic(*parse_synthetic(kind))
     if kind.startswith("dsprites"):
