@@ -8,13 +8,14 @@ import pytest
 
 import unskew
 from unskew.config.loader import experiment
+from unskew.data.csv_format import CsvSpec
 from unskew.data.sources import builtin
 from unskew.data.sources.registry import load_source
 from unskew.errors import ConfigError, DataError
 
 pytest.importorskip("pyarrow")
 pytestmark = pytest.mark.usefixtures("fresh_cache")
-COLUMNS = "inst,time,status,age,sex,ph.ecog,ph.karno,pat.karno,meal.cal,wt.loss".split(",")
+COLUMNS = ["inst", "time", "status", "age", "sex", "ph.ecog", "ph.karno", "pat.karno", "meal.cal", "wt.loss"]
 
 
 def rows_of_lung(events):
@@ -76,8 +77,10 @@ def test_lung_takes_the_options_of_a_table(lifelines):
     options = {"features": "age,wt.loss", "missing": "indicator"}
     federation = unskew.load_federation("lung", partition="natural:institution", clients=None, **options)
     assert federation.shape == (3,)
-    with pytest.raises(ConfigError, match="'lung' is built in. Remove path"):
+    with pytest.raises(ConfigError, match="is built in"):
         load_source("lung", label="days")
+    with pytest.raises(ConfigError, match="csv requires a table"):
+        load_source("lung", csv=CsvSpec(separator=","))
 
 
 def test_lung_without_lifelines_is_an_error_with_the_command_that_gets_it(monkeypatch):

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from unskew.data.csv_format import DETECTED
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import file_tables

@@ -180,26 +180,27 @@ def load_source(
         return load_plugin_source(kind, path, options, size, classes)
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")
-    if drawn and (any(option is not None for option in (path, label, image, label_separator)) or csv != DETECTED):
-        raise ConfigError(f"The data set {kind!r} is built in. Remove path, label, image, label_separator and csv.")
+    if drawn and (path is not None or label is not None or image is not None):
+        raise ConfigError(f"The data set {kind!r} is built in. Remove path, label and image.")
     if base in OWN_LABELS and (label is not None or (image is not None and base != "leaf")):
         raise ConfigError(f"{OWN_LABELS[base]}. Remove label{'' if base == 'leaf' else ' and image'}.")
-    if kind not in ("table", "lung"):
+    if kind != "table":
+        takes_columns = kind == "lung"
         table_options = {
             "label_separator requires": label_separator is not None,
-            "features and exclude require": choice.features or choice.exclude,
+            "features and exclude require": not takes_columns and (choice.features or choice.exclude),
             "csv requires": csv != DETECTED,
         }
         for option in (option for option, is_set in table_options.items() if is_set):
-            raise ConfigError(f"{option} a table, but {name!r} is not a table.")
-        if choice.split and kind != "folder":
+            raise ConfigError(f"{option} a table of your own, but {name!r} is not one.")
+        if choice.split and not takes_columns and kind != "folder":
             raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
-        if choice.mixed:
+        if choice.mixed and not takes_columns:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ColumnSelection(split=choice.split)
+        choice = choice if takes_columns else ColumnSelection(split=choice.split)
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
