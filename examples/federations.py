@@ -180,13 +180,14 @@ def camelyon16(folders: Folders) -> None:
 
 
 class Volume(NamedTuple):
-    """Volume with its mask, where it belongs, and the range of its values that is shown as black to white."""
+    """Volume with its mask, where it belongs, the axis of its slices, and the range of values from black to white."""
 
     name: str
     site: str
     part: str
     image: Path
     mask: Path
+    axis: int
     range: tuple[float, float] | None
 
 
@@ -197,7 +198,7 @@ def ixi(folders: Folders) -> Iterator[Volume]:
         subject = image.parents[1]
         number, site = subject.name.split("-")[:2]
         mask = next((subject / "label").glob("*.nii.gz"))
-        yield Volume(subject.name, site, part[int(number.removeprefix("IXI"))], image, mask, None)
+        yield Volume(subject.name, site, part[int(number.removeprefix("IXI"))], image, mask, 2, None)
 
 
 def kits19(folders: Folders) -> Iterator[Volume]:
@@ -205,7 +206,7 @@ def kits19(folders: Folders) -> Iterator[Volume]:
     for row in read_rows(folders.package / "metadata/thresholded_sites.csv"):
         case = folders.data / "data" / row["case_ids"]
         names = case / "imaging.nii.gz", case / "segmentation.nii.gz"
-        yield Volume(case.name, f"site-{row['site_ids']}", row["train_test_split"], *names, (-200.0, 300.0))
+        yield Volume(case.name, f"site-{row['site_ids']}", row["train_test_split"], *names, 0, (-200.0, 300.0))
 
 
 def lidc_idri(folders: Folders) -> Iterator[Volume]:
@@ -215,20 +216,16 @@ def lidc_idri(folders: Folders) -> Iterator[Volume]:
         if scan.is_dir():
             names = scan / "patient.nii.gz", scan / "mask_consensus.nii.gz"
             site = SCANNERS[int(row["Manufacturer"])]
-            yield Volume(scan.name, site, row["Split"], *names, (-1000.0, 400.0))
+            yield Volume(scan.name, site, row["Split"], *names, 2, (-1000.0, 400.0))
 
 
 def write_slices(volumes: Iterator[Volume], out: Path, size: int, every: int = 4) -> None:
-    """Write every fourth slice with an object, because unskew has no patches of volumes.
-
-    A slice is perpendicular to the axis with the coarsest steps.
-    """
+    """Write every fourth slice with an object, because unskew has no patches of volumes."""
     import nibabel
 
     for volume in volumes:
         image, mask = nibabel.load(volume.image), nibabel.load(volume.mask)
-        axis = int(np.argmax(image.header.get_zooms()[:3]))
-        values, labels = (np.moveaxis(np.asanyarray(file.dataobj), axis, 0) for file in (image, mask))
+        values, labels = (np.moveaxis(np.asanyarray(file.dataobj), volume.axis, 0) for file in (image, mask))
         low, high = volume.range or np.percentile(values, (1, 99))
         gray = (np.clip((values.astype(np.float64) - low) / (high - low), 0, 1) * 255).astype(np.uint8)
         classes = np.round(labels).astype(np.uint8)

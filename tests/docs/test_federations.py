@@ -195,11 +195,10 @@ def test_nuclei_are_sorted_by_acquisition_and_their_masks_are_merged(prepare, tm
     assert merged[0].tolist() == [255] * 4 + [0] * 4 + [255] * 4 + [0] * 4
 
 
-def save_volume(path, values, zooms):
+def save_volume(path, values):
     nibabel = pytest.importorskip("nibabel")
     path.parent.mkdir(parents=True, exist_ok=True)
-    image = nibabel.Nifti1Image(values, np.diag([*zooms, 1.0]))
-    nibabel.save(image, path)
+    nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), path)
 
 
 def scans(name, root):
@@ -227,14 +226,12 @@ def scans(name, root):
         paths = [(c / "patient.nii.gz", c / "mask_consensus.nii.gz") for c in cases]
         sites = {"GE/train": (2, 2), "Toshiba/test": (2, 2)}
     axis = 0 if name == "kits19" else 2
-    zooms = [1.0, 1.0, 1.0]
-    zooms[axis] = 3.0
     for number, (image, mask) in enumerate(paths):
         values = np.random.default_rng(number).normal(0, 300, (12, 10, 10)).astype(np.float32)
         classes = np.zeros((12, 10, 10), np.uint8)
         classes[2:10, :5] = 1 + (name == "kits19")
-        save_volume(image, np.moveaxis(values, 0, axis), zooms)
-        save_volume(mask, np.moveaxis(classes, 0, axis), zooms)
+        save_volume(image, np.moveaxis(values, 0, axis))
+        save_volume(mask, np.moveaxis(classes, 0, axis))
     return sites
 
 
