@@ -58,8 +58,8 @@ def diagnose(
         config: The experiment that the sites have agreed to.
         file: Same as the argument CONFIG.
         own_data: The sites use their own data instead of parts of the experiment's data.
-        statistics: Names of the statistics to ask for: counts, missing, histograms, moments, features, gradients; by default
-            all that the experiment can use.
+        statistics: Names of the statistics to ask for: counts, missing, histograms, moments, features, gradients, survival;
+            by default all that the experiment can use.
         traffic: Maximum traffic of a run, up and down, over all sites: 100MB.
         server_data: Number of labeled samples at the server.
         privacy: Privacy budget of data that sites generate and share: epsilon=5.
@@ -117,7 +117,7 @@ def print_diagnosis(console: Console, diagnosis: SitesDiagnosis) -> None:
     """
     from unskew.cli.diagnose import SITES_SHOWN
     from unskew.cli.fit_table import table_of
-    from unskew.cli.tables import heterogeneity_tables, shorten, sites_table
+    from unskew.cli.tables import heterogeneity_tables, log_rank_text, shorten, sites_table
 
     report = diagnosis.report
     overview = report.details
@@ -128,6 +128,10 @@ def print_diagnosis(console: Console, diagnosis: SitesDiagnosis) -> None:
     )
     if report.sites.rows:
         console.print(sites_table(report.sites, SITES_SHOWN))
+    elif survival := report.sites.pooled.get("survival"):
+        known = ", ".join(f"S({time}) {share:.1%}" for time, share in survival.items())
+        events = f"All sites: {report.sites.pooled['events']:,} events, {known}."
+        console.print(f"{events} {log_rank_text(report.sites.test)}", highlight=False)
     if diagnosis.classes:
         rows = [(name, HIDDEN if n is None else f"{n:,}") for name, n in diagnosis.classes.items()]
         console.print(table_of(("class", "samples"), rows, "Classes, all sites"))

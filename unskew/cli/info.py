@@ -195,7 +195,7 @@ def partition(
         )
     numbers = fed.objective.numeric_labels
     sites = site_differences(fed, features=checked.features) if fed.columns or numbers else None
-    between = sites.between if sites is not None and numbers else {}
+    between = sites.between if sites is not None and numbers and not fed.objective.outcome else {}
     if as_json:
         sizes = fed.sizes
         print_json(
@@ -212,6 +212,7 @@ def partition(
                 "counts": counts.tolist(),
                 "leaks": leaks,
                 **({} if sites is None else {"sites": sites.rows}),
+                **({} if sites is None or sites.test is None else {"log_rank": sites.test}),
                 **({"variance_between_clients": between} if between else {}),
             }
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ def predict(
     out: Path | None = None,
     keep: str | None = None,
     threshold: Annotated[float | None, typer.Option(min=0, max=1)] = None,
+    horizons: str | None = None,
+    curve: bool = False,
     sets: CsvSets = None,
     client: ClientName = None,
     client_number: ClientNumber = None,
@@ -49,6 +52,8 @@ def predict(
         out: Write all predictions to this .csv or .jsonl file.
         keep: Columns of INPUT to repeat next to the predictions: patient_id,ward.
         threshold: Minimum probability to predict the positive one of two classes.
+        horizons: Times until which the risk of a survival model is written: 180,365.
+        curve: Write the probability to survive each cut point of a survival model.
     """
     check_run(run)
     check_output(out, run, rows)
@@ -65,7 +70,9 @@ def predict(
     for unknown in read.unknown:
         print(f"unskew: {unknown}", file=sys.stderr)
     inputs, task = predictor.inputs, predictor.inputs.objective
-    titles, numbers = task.output_names(inputs.names, inputs.label), task.output_kind != "probabilities"
+    numbers = task.output_kind != "probabilities"
+    predicted = task.predicted_columns(outputs, inputs.names, inputs.label, parse_times(horizons), curve)
+    titles = [*predicted]
     labels = predictor.labels(outputs, threshold)
     strange: dict[int | str, list[str]] = {}
     for unknown in read.unknown:
@@ -75,7 +82,7 @@ def predict(
     own: dict[str, Sequence[Any]] = {
         "row": read.names,
         **chosen,
-        **{title: [float(f"{value:.6g}") for value in outputs[:, k]] for k, title in enumerate(titles)},
+        **{title: [rounded(value) for value in values] for title, values in predicted.items()},
         **({"unknown": [strange.get(name, []) for name in read.names]} if strange else {}),
     }
     names = free_names(own, kept_columns)
@@ -101,7 +108,8 @@ def predict(
         table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
         cells = [(", ".join(line[name]) or "-") if isinstance(line[name], list) else str(line[name]) for name in shown]
-        cells += [f"{values.max():.3f}"] if last == ["probability"] else [f"{line[names[title]]:.4g}" for title in last]
+        listed = [line[names[title]] for title in last if title in names]
+        cells += [f"{values.max():.3f}"] if last == ["probability"] else [number_or_dash(value) for value in listed]
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
     console.print(table)
     if binary and (weights := inputs.class_weights) and threshold is None:
@@ -115,6 +123,31 @@ def predict(
     more = f"{len(lines) - SHOWN} more. " if len(lines) > SHOWN else ""
     where = f"All rows are in {out}." if out is not None else "--out FILE writes all rows, with every probability."
     console.print(f"{more}{where}", highlight=False, soft_wrap=True)
+
+
+def parse_times(text: str | None) -> tuple[float, ...]:
+    """Return the times of an option (raises ``ConfigError`` if one is not a positive number).
+
+    >>> parse_times("180,365")
+    (180.0, 365.0)
+    """
+    try:
+        times = tuple(float(part) for part in (text or "").split(",") if part.strip())
+    except ValueError:
+        times = (0.0,)
+    if not all(0 < time < math.inf for time in times):
+        raise ConfigError(f"--horizons {text}: write times as positive numbers, such as 180,365.")
+    return times
+
+
+def rounded(value: float | None) -> float | None:
+    """Return a number with six digits; None stays None."""
+    return None if value is None else float(f"{value:.6g}")
+
+
+def number_or_dash(value: float | None) -> str:
+    """Return a number with four digits, or ``-`` for None."""
+    return "-" if value is None else f"{value:.4g}"
 
 
 def check_output(out: Path | None, run: Path, rows: Path) -> None:

@@ -202,7 +202,9 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
     table = ReflowTable(title="Clients next to all of them together", title_justify="left")
     outcome = pooled.get("outcome", "")
     outcome += ", mean ± std" if "mean" in pooled else ""
-    for name in ("client", "rows", outcome if same else "most frequent", "missing", "largest shifts"):
+    times = list(dict.fromkeys(time for row in (*rows, pooled) for time in row.get("survival") or ()))
+    further = ["events", *(f"S({time})" for time in times)] if times else []
+    for name in ("client", "rows", outcome if same else "most frequent", *further, "missing", "largest shifts"):
         table.add_column(name, justify="left" if name in ("client", "largest shifts") else "right", overflow="fold")
 
     def outcome_cell(row: dict[str, Any]) -> str:
@@ -213,7 +215,13 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
 
     def add(name: str, row: dict[str, Any], last: str) -> None:
         missing = "" if row["missing"] is None else f"{row['missing']:.1%}"
-        table.add_row(name, f"{row['rows']:,}", outcome_cell(row), missing, last)
+        table.add_row(name, f"{row['rows']:,}", outcome_cell(row), *time_cells(row), missing, last)
+
+    def time_cells(row: dict[str, Any]) -> list[str]:
+        known = row.get("survival") or {}
+        events = row.get("events")
+        cells = ["" if known.get(time) is None else f"{known[time]:.1%}" for time in times]
+        return ["" if events is None else f"{events:,}", *cells] if times else []
 
     for row in rows[:most]:
         add(row["client"], row, ", ".join(f"{name} {value:+.2f}" for name, value in row["shifts"][:SHIFTS_SHOWN]))
@@ -224,13 +232,32 @@ def sites_table(sites: SiteDifferences, most: int) -> Table:
             ends[key] = " to ".join(f"{v:.4g}" if key == "mean" else f"{v:.1%}" for v in (min(values), max(values)))
         outcomes = ends.get("mean", ends.get("share", "") if same else "")
         table.add_row(
-            f"{len(rest)} others", f"{sum(row['rows'] for row in rest):,}", outcomes, ends.get("missing", ""), ""
+            f"{len(rest)} others",
+            f"{sum(row['rows'] for row in rest):,}",
+            outcomes,
+            *[""] * len(further),
+            ends.get("missing", ""),
+            "",
         )
     add("all", pooled, "")
     table.caption = (
         "Shift: standardized mean difference of a number, total variation distance of categories and classes."
     )
+    if times:
+        table.caption += f" S: Kaplan-Meier survival. {log_rank_text(sites.test)}"
     return table
+
+
+def log_rank_text(test: Mapping[str, Any] | None) -> str:
+    """Return a log-rank test as a sentence; empty without one.
+
+    Args:
+        test: Test as plain values.
+    """
+    if test is None:
+        return ""
+    kind = "Log-rank test between all, conservative" if test["conservative"] else "Log-rank test between all"
+    return f"{kind}: chi-square {test['statistic']:.2f}, {test['df']} df, p {test['p']:.2g}."
 
 
 def partition_table(

@@ -343,12 +343,14 @@ def compares_classes(metric: MetricInfo, scored: str) -> bool:
 
 
 def num_events(row: Summary, rarest: str | None) -> float | None:
-    """Return the number of held-out samples of the rarest class; None if the row does not count classes.
+    """Return the number of held-out events or samples of the rarest class; None if the row does not count them.
 
     Args:
         row: Row of a client in ``clients.jsonl``.
         rarest: Number of the rarest class, or None.
     """
+    if "events" in row:
+        return float(row["events"])
     return row["support"].get(rarest, 0) if rarest and "support" in row else None
 
 

@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import CheckpointError
-from unskew.tasks.metrics import METRICS
-from unskew.tasks.primary_metric import RECALL, WORST, client_metric_name, objective_metric, primary_metric_name
+from unskew.tasks.primary_metric import (
+    METRIC_PREFIXES,
+    WORST,
+    client_metric_name,
+    objective_metric,
+    primary_metric_name,
+)
 from unskew.tasks.registry import TASKS
 
 LARGEST = 1e300
@@ -21,22 +26,24 @@ Spread = tuple[float, float]
 Summary = Mapping[str, Any]
 COMPARED_METRICS = {
     *chain.from_iterable((*task.extra_metrics, *task.lower_is_better) for task in TASKS.values()),
-    *(*METRICS, WORST, "best_loss"),
+    *(name for task in TASKS.values() for name in task.requestable),
+    *(WORST, "best_loss"),
 } - {"loss"}
 
 
 def is_metric(name: str) -> bool:
     """Return whether a key of a summary is a metric of the task or a requested metric."""
-    return name.startswith(RECALL) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
+    return name.startswith(METRIC_PREFIXES) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
 
 
 def std_key(name: str) -> str:
     """Return the key of a metric's standard deviation over seeds in rows of a comparison; no class name can equal it.
 
-    >>> std_key("auroc"), std_key("recall/a")
-    ('auroc_std', 'recall_std/a')
+    >>> std_key("auroc"), std_key("recall/a"), std_key("brier/365")
+    ('auroc_std', 'recall_std/a', 'brier_std/365')
     """
-    return f"recall_std/{name.removeprefix(RECALL)}" if name.startswith(RECALL) else f"{name}_std"
+    metric, _, rest = name.partition("/")
+    return f"{metric}_std/{rest}" if name.startswith(METRIC_PREFIXES) else f"{name}_std"
 
 
 UNSEEN = ("unseen", "unseen_personal")

@@ -30,7 +30,7 @@ from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
-from unskew.tasks.primary_metric import KNOWN_METRICS, RECALL, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -164,11 +164,11 @@ class Experiment(DataSpec):
     eval_clients: Annotated[int, Field(ge=0)] = 1000
     """Maximum number of clients to evaluate on their own data at the end of the run; 0 evaluates none."""
     metrics: Annotated[tuple[MetricField, ...], METRIC, EVALUATION] = ()
-    """Additional metrics, such as auroc, auprc, f1, brier or recall, or functions ``f(y_true, scores)``."""
+    """Additional metrics, such as auroc, f1, brier, recall, or for survival uno, ibs, or functions ``f(y_true, scores)``."""
     positive: Annotated[str | None, EVALUATION] = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
     objective: Annotated[ObjectiveField, METRIC, EVALUATION] = AUTO
-    """Metric that judges the run; ``auto`` is the task's primary metric, accuracy or R²."""
+    """Metric that judges the run; ``auto`` is the task's primary metric, such as accuracy, R² or concordance."""
     early_stopping: Annotated[Annotated[int, Field(ge=1)] | None, EVALUATION] = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
     keep: Annotated[Literal["best", "last"], EVALUATION] = "last"
@@ -291,7 +291,7 @@ class Experiment(DataSpec):
             raise ValueError(f"two metrics are named {max(own, key=own.count)!r}; rename one of them")
         name = metric_name(self.objective)
         known = (AUTO, *KNOWN_METRICS, *own)
-        if not is_custom_metric(self.objective) and name not in known and not name.startswith(RECALL):
+        if not is_custom_metric(self.objective) and name not in known and not name.startswith(METRIC_PREFIXES):
             raise ValueError(unknown_name("objective", name, known).rstrip("."))
         if self.target is None or is_custom_metric(self.objective) or name in own:
             return

@@ -305,7 +305,7 @@ class Federation:
         offsets = readers.offsets
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
-        trained_for: Task | None = None
+        trained_for: Task | None = None if objective == TASKS[task] else objective
         stats_traffic = None
         if objective.standardized or objective.fits:
             own_rows = [y_all[start:stop] for start, stop in zip(offsets[:-1], begins, strict=True)]

@@ -29,6 +29,7 @@ from unskew.data.splits import held_out_mask
 from unskew.data.unseen import split_partitioned
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, abbreviate
+from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
 
 LOG = logging.getLogger("unskew")
@@ -134,6 +135,11 @@ def task_options(spec: DataSpec) -> Any:
     """Return the section with the options of the task that a specification names, or None."""
     section = "" if spec.task == "auto" else TASKS[spec.task].section
     return getattr(spec, section) if section else None
+
+
+def task_of_spec(spec: DataSpec) -> Task | None:
+    """Return the task that a specification names, with its options; None if it names none."""
+    return None if spec.task == "auto" else TASKS[spec.task].configured(task_options(spec))
 
 
 def load_source_for(spec: DataSpec) -> Source:

@@ -242,6 +242,10 @@ class SurvivalSpec(Section):
     horizons: tuple[PositiveTime, ...] = ()
     """Times at which risks are reported; by default, the cut points nearest to the quartiles of the events."""
 
+    rates: tuple[PositiveTime, ...] = ()
+    """Events per unit of time in each bin, if ``bins`` are cut points; nothing is then summed over clients before training,
+    as ``dpsgd`` requires. By default, the clients' own."""
+
     @pydantic.model_validator(mode="before")
     @classmethod
     def _event_as_text(cls, values: Any) -> Any:
@@ -260,6 +264,8 @@ class SurvivalSpec(Section):
                 f"the last of survival.bins is {last:g}, but survival.until is {self.until:g}; make them equal, or remove "
                 "until"
             )
+        if self.rates and not (isinstance(self.bins, tuple) and len(self.bins) == len(self.rates)):
+            raise ValueError("survival.rates needs one number per bin, and survival.bins as cut points")
         if late := [horizon for horizon in self.horizons if horizon > last]:
             raise ValueError(
                 f"survival.horizons has {late[0]:g}, which is after {last:g}, the last time with a prediction; remove it, or "

@@ -103,7 +103,8 @@ class DiagnosisReport(NotebookTable):
         for measurement in self.measurements:
             shares = [_plain(row) for row in measurement.shares]
             models.append({"model": measurement.model_label, **_plain(measurement.metrics), "shares": shares})
-        return {**self.details, **self.labels, "sites": self.sites.rows, "models": models}
+        test = {} if self.sites.test is None else {"log_rank": self.sites.test}
+        return {**self.details, **self.labels, **test, "sites": self.sites.rows, "models": models}
 
     def _sentences(self) -> list[str]:
         return [self.summary()]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ class SiteDifferences:
         label_between: The same for all targets together, without the share expected by chance; None without labels.
         label_unexplained: The same for the residuals of a linear model of the inputs that is fitted to all clients, as a
             share of the targets' variance; None with too many inputs, or without numbers.
+        test: Test of the equality of the clients' outcomes, such as the log-rank test, as plain values; None without one.
     """
 
     rows: list[dict[str, Any]]
@@ -47,6 +48,18 @@ class SiteDifferences:
     between: dict[str, float]
     label_between: float | None
     label_unexplained: float | None
+    test: dict[str, Any] | None = None
+
+    def compared(self, found: Mapping[str, Any]) -> SiteDifferences:
+        """Return the same with a comparison of the clients' outcomes.
+
+        Args:
+            found: Result of ``Task.compare_clients``.
+        """
+        if not found:
+            return self
+        rows = [{**row, **own} for row, own in zip(self.rows, found["rows"], strict=True)]
+        return replace(self, rows=rows, pooled={**self.pooled, **found["pooled"]}, test=found["test"])
 
 
 def site_differences(
@@ -64,6 +77,12 @@ def site_differences(
     """
     every = isinstance(federation.clients, ArrayClients) and len(federation.clients) <= MANY
     ids = list(range(len(federation.clients)) if every else measured)
+    clients = (federation.clients[k] for k in ids)
+    outcomes = federation.objective.compare_clients([torch.cat([c.y, c.y_test]) for c in clients])
+    return _site_differences(federation, ids, features).compared(outcomes)
+
+
+def _site_differences(federation: Federation, ids: Sequence[int], features: Sequence[str]) -> SiteDifferences:
     names, counts, center = input_columns(federation, features)
     wide = sum(count or 1 for count in counts) > WIDEST
     skipped = wide and not names
@@ -257,6 +276,10 @@ def _outcomes(
     title = next((name for name, role in federation.columns.items() if role == LABEL), "label")
     if not mean.shape[1]:
         return [{} for _ in range(len(n) + 1)], {}
+    if task.outcome:
+        share, everyone = mean.sum(1), float(pooled.sum())
+        of_all = [{"outcome": task.outcome, "share": value} for value in (*share.tolist(), everyone)]
+        return of_all, {task.outcome: share - everyone}
     if "counts" not in task.provides:
         means, scatter = np.vstack([mean, pooled]), np.vstack([squares, squares.sum(0)])
         stds = np.sqrt((scatter / np.append(n, n.sum())[:, None].clip(1) - means**2).clip(0))

@@ -12,7 +12,7 @@ from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
-from unskew.tasks.primary_metric import KNOWN_METRICS, ONE_CLASS, RECALL, SCORES, MetricInfo, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, ONE_CLASS, SCORES, MetricInfo, metric_info
 
 POINTS = 300
 """Maximum number of points of a curve."""
@@ -23,6 +23,9 @@ MARKS = 2000
 EVALUATED = {
     "accuracy": "test accuracy (%)",
     "r2": "test R² (%)",
+    "concordance": "test concordance (%)",
+    "uno": "Uno's concordance (%)",
+    "ibs": "integrated Brier score",
     "loss": "test loss",
     "mae": "mean absolute error",
     "rmse": "root mean squared error",
@@ -41,6 +44,7 @@ EVALUATED = {
     "worst_client": "accuracy or R² of the worst client (%)",
     "validation_accuracy": "accuracy on held-out samples of the clients (%)",
     "validation_r2": "R² on held-out samples of the clients (%)",
+    "validation_concordance": "concordance on held-out samples of the clients (%)",
 }
 """Metrics of the model with their titles; titles of metrics in percent end with (%)."""
 DASHES = ("solid", "dash", "dot", "dashdot")
@@ -81,7 +85,7 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     judge = part.objective
     summaries = [run.summary for run in part.runs]
     own = {name for summary in summaries for name in summary.get("own_metrics", {})}
-    recalls = {name for summary in summaries for name in summary if name.startswith(RECALL)}
+    recalls = {name for summary in summaries for name in summary if name.startswith(METRIC_PREFIXES)}
     positive = summaries[0].get("positive")
     named = {*own, *recalls, *(ONE_CLASS if positive else ())}
     names = EVALUATED | {name: axis_title(metric_info(name, positive=positive)) for name in sorted(named)}
@@ -186,7 +190,7 @@ BEST = 4
 
 
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
-    """Return the best methods whose first run has classifier curves."""
+    """Return the best methods whose first run has curves of a classifier or of survival."""
     judge = part.objective
 
     def rank(method_runs: MethodRuns) -> float:
@@ -204,6 +208,26 @@ def classifier_curves(part: RunGroup) -> dict[str, Any]:
     return {"axes": {kind: KINDS[kind][1:] for kind in KINDS}, "lines": lines}
 
 
+def survival_curves(part: RunGroup) -> dict[str, Any]:
+    """Return survival curves of the first seed of the best methods, and their calibration.
+
+    Returns:
+        ``observed`` and ``predicted`` survival by the name of the rows, the latter also by method, and ``calibration`` by
+        horizon and method.
+    """
+    charts: dict[str, Any] = {"observed": {}, "predicted": {}, "calibration": {}}
+    for method_runs in best_classifiers(part):
+        curves = method_runs.runs[0].curves
+        for entry in curves.get("km", []):
+            name = entry["name"]
+            charts["observed"].setdefault(name, {key: entry[key] for key in ("x", "y")})
+            predicted = {"x": entry["x"], "y": entry["predicted"]}
+            charts["predicted"].setdefault(name, {})[method_runs.label] = predicted
+        for horizon, entry in curves.get("risk_calibration", {}).items():
+            charts["calibration"].setdefault(horizon, {})[method_runs.label] = {key: entry[key] for key in ("x", "y")}
+    return charts
+
+
 def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     """Return the metrics in ``clients.jsonl`` by their key, those of the objective first."""
     runs = part.runs
@@ -213,7 +237,7 @@ def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     for prefix in ("", "personal_"):
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
-            if bare in KNOWN_METRICS or bare in own or bare.startswith(RECALL):
+            if bare in KNOWN_METRICS or bare in own or bare.startswith(METRIC_PREFIXES):
                 metrics[name] = metric_info(bare, own, runs[0].summary.get("positive"))
     return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class RunFiles:
         clients: Content of ``clients.jsonl``; empty for folders of earlier versions.
         about: Versions, machine and class names; empty for folders of earlier versions.
         warnings: Warnings of the run.
-        curves: Content of ``curves.json``; empty without classifier metrics.
+        curves: Content of ``curves.json``; empty if the run has none.
     """
 
     folder: Path
@@ -151,17 +151,35 @@ def read_curves(path: Path) -> dict[str, Any]:
     """
     curves = read_model(path, dict[str, Any]) if path.is_file() else {}
     damaged = CheckpointError(f"{path} is corrupted. Remove it to write the report without it.")
-    for kind in CURVES & set(curves):
-        points = [curves[kind].get(way) for way in "xy"] if isinstance(curves[kind], dict) else [None]
-        if not all(
-            isinstance(point, list) and len(point) <= MOST_POINTS and all(map(is_usable_number, point))
-            for point in points
-        ):
-            raise damaged
+    over_time, risks = curves.get("km", []), curves.get("risk_calibration", {})
+    if not isinstance(over_time, list) or not isinstance(risks, dict):
+        raise damaged
+    named = all(isinstance(entry, dict) and isinstance(entry.get("name"), str) for entry in over_time)
+    plain = [*(curves[kind] for kind in CURVES & set(curves)), *risks.values()]
+    shown = all(is_curve(entry, "xy") for entry in plain)
+    if not named or not shown or not all(is_curve(entry, ("x", "y", "predicted")) for entry in over_time):
+        raise damaged
     matrix = curves.get("confusion", {"counts": [], "classes": []})
     names, rows = (matrix.get(name) for name in ("classes", "counts")) if isinstance(matrix, dict) else (None, None)
     if not isinstance(names, list) or not isinstance(rows, list) or len(rows) != len(names):
         raise damaged
     if not all(isinstance(row, list) and len(row) == len(rows) and all(map(is_usable_number, row)) for row in rows):
         raise damaged
-    return {name: curves[name] for name in (*sorted(CURVES), "confusion") if name in curves}
+    kept = (*sorted(CURVES), "confusion", "km", "risk_calibration")
+    return {name: curves[name] for name in kept if name in curves}
+
+
+def is_curve(entry: Any, ways: Sequence[str]) -> bool:
+    """Return whether an entry of ``curves.json`` has lists of numbers of the same length.
+
+    Args:
+        entry: Entry of the file.
+        ways: Names of the lists.
+    """
+    points = [entry.get(way) for way in ways] if isinstance(entry, dict) else [None]
+    lists = [point for point in points if isinstance(point, list) and len(point) <= MOST_POINTS]
+    if len(lists) < len(points):
+        return False
+    return len({len(point) for point in lists}) == 1 and all(
+        is_usable_number(value) for point in lists for value in point
+    )

@@ -30,6 +30,7 @@ GENERAL = (
 )
 """Round metrics that any method may report, or their prefixes; other metrics of methods are listed before them."""
 LABELS = "Label distribution across clients"
+SURVIVAL = "Survival"
 MEASUREMENTS = "Measurements of the methods"
 Styles = Mapping[str, Mapping[str, str]]
 
@@ -52,6 +53,7 @@ def group_content(part: RunGroup, styles: Styles) -> dict[str, Any]:
         "boxes": guard_section("Accuracy of clients", lambda: chart_data.client_boxes(part), lambda _: {}),
         "evaluations": guard_section(EVALUATION, lambda: site_evaluation.evaluation_charts(part), lambda _: []),
         "classifier": guard_section("Classifier", lambda: chart_data.classifier_curves(part), lambda _: classifier),
+        "survival": guard_section(SURVIVAL, lambda: chart_data.survival_curves(part), lambda _: {"observed": {}}),
         "axes": {
             name: chart_data.axis_title(entry, " on a client's own data")
             for name, entry in chart_data.per_client_metrics(part).items()
@@ -82,6 +84,7 @@ def group_sections(part: RunGroup, shown: Mapping[str, Any], group: str, images:
         ("Accuracy of clients", partial(_clients, part, shown["boxes"])),
         (EVALUATION, partial(_evaluation, part, shown["evaluations"])),
         ("Classifier on the test set", partial(_classifier, part, shown["classifier"], group)),
+        (SURVIVAL, partial(_survival, part, shown["survival"], group)),
         ("Coefficients", partial(_coefficients, part)),
         ("Cost", partial(_costs, part)),
         (MEASUREMENTS, partial(_methods, part, shown["measured"], images)),
@@ -199,6 +202,17 @@ def _classifier(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
     best = chart_data.best_classifiers(part)
     confusions = [table for classifier in best if (table := tables.confusion_table(classifier)) is not None]
     return render_section("classifier", kinds=kinds, group=group, count=len(best), tables=confusions)
+
+
+def _survival(part: RunGroup, shown: Mapping[str, Any], group: str) -> str:
+    if not shown["observed"]:
+        return ""
+    kinds = {"curve": "observed and predicted"}
+    kinds |= {horizon: f"calibration at {horizon}" for horizon in shown["calibration"]}
+    rows = {name: name for name in shown["observed"]}
+    if len(rows) > 2:
+        rows = {"": "all of them, observed", **rows}
+    return render_section("survival", kinds=kinds, rows=rows, group=group, count=len(chart_data.best_classifiers(part)))
 
 
 def _coefficients(part: RunGroup) -> str:

@@ -7,14 +7,19 @@ from typing import Any
 
 import numpy as np
 
-from unskew.data.federation import Federation
+from unskew.data.federation import ArrayClients, Federation
+from unskew.errors import abbreviate
 from unskew.runs.metrics import RunMetrics
-from unskew.simulation.evaluate import Evaluator
+from unskew.simulation.evaluate import Evaluator, truth_and_scores
 from unskew.simulation.server import Server
 from unskew.tasks.intervals import NORMAL_95, interval_fields, metric_interval, wilson_interval
 
 MOST_CLASSES = 100
 """Maximum number of classes whose test samples are counted in the summary."""
+MOST_CURVES = 20
+"""Maximum number of clients whose curves are stored."""
+FEWEST_EVENTS = 5
+"""Number of held-out events of a client below which a run warns."""
 WRONG_BY = 1.5
 """Factor between mean probability and share from which a run warns: a risk that is wrong by half changes decisions."""
 
@@ -59,7 +64,53 @@ def evaluate_final_model(
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
     warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
-    return FinalEvaluation(fields, task.curves(y, scores, wanted), warning)
+    curves = task.curves(y, scores, wanted)
+    if task.draws_clients:
+        curves["km"] = [task.client_curve("test set", y, scores), *client_curves(evaluator, server)]
+        warning = few_events_warning(federation)
+    return FinalEvaluation(fields, curves, warning)
+
+
+def client_curves(evaluator: Evaluator, server: Server) -> list[dict[str, Any]]:
+    """Return the curves of the clients with the most held-out samples.
+
+    Args:
+        evaluator: Evaluator of the run.
+        server: Server after the last round.
+    """
+    clients, task = evaluator.federation.clients, evaluator.task
+    if not isinstance(clients, ArrayClients):
+        return []
+    held_out = clients.offsets[1:] - clients.splits
+    chosen = [k for k in np.argsort(-held_out, kind="stable")[:MOST_CURVES].tolist() if held_out[k]]
+    curves = []
+    for client in (clients[k] for k in sorted(chosen)):
+        logits = evaluator.client_sums(*server.selection.evaluated, client)[1]
+        label = evaluator.federation.client_label(client.id)
+        curves.append(task.client_curve(label, *truth_and_scores(task, logits, client.y_test)))
+    return curves
+
+
+def few_events_warning(federation: Federation) -> str | None:
+    """Return a warning if clients have too few held-out events for metrics of their own.
+
+    Args:
+        federation: Data of all clients.
+    """
+    if not isinstance(federation.clients, ArrayClients):
+        return None
+    fields = {
+        k: federation.objective.client_fields(c.y_test) for k, c in enumerate(federation.clients) if len(c.y_test)
+    }
+    few = [
+        federation.client_label(k) for k, known in fields.items() if known.get("events", FEWEST_EVENTS) < FEWEST_EVENTS
+    ]
+    if not few:
+        return None
+    return (
+        f"{len(few)} of {len(fields)} clients have fewer than {FEWEST_EVENTS} events in their held-out samples, so their "
+        f"metrics are mostly chance: {abbreviate(few)}. Increase holdout, or judge the model on the test set."
+    )
 
 
 def class_support(federation: Federation) -> dict[str, Any]:

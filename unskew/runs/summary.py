@@ -231,7 +231,8 @@ def client_rows(
     for k, values in chain.from_iterable(metrics.items() for metrics in (*further, constants or {})):
         values_by_client.setdefault(k, {}).update(values)
     clients, names = federation.clients, federation.client_names
-    has_support = isinstance(clients, ArrayClients) and "support" in class_support(federation)
+    in_memory = isinstance(clients, ArrayClients)
+    has_support = in_memory and "support" in class_support(federation)
     classes = [str(c) for c in range(federation.classes)]
 
     def support(client: int) -> dict[str, int]:
@@ -257,6 +258,7 @@ def client_rows(
             "num_held_out": num_held_out,
             **({"class_counts": holds[k]} if k in holds else {}),
             **({"support": support(k)} if has_support and k in values_by_client and num_held_out else {}),
+            **(federation.objective.client_fields(clients[k].y_test) if in_memory and num_held_out else {}),
             **finite_or_none(values_by_client.get(k, {})),
         }
         for k, (samples, num_held_out) in sizes.items()

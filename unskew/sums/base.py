@@ -20,6 +20,7 @@ from unskew.errors import DataError
 from unskew.json_models import JsonModel
 
 Sums = dict[str, Tensor]
+Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Value = TypeVar("Value")
 LARGEST = 1e40
 """Largest magnitude of a sum over one client."""
@@ -117,12 +118,16 @@ class HeldOutScores:
         p: Probabilities, ``[n, C]``, or predictions.
         y: True values.
         decided: Predicted classes, ``[n]``; empty for other tasks.
+        table: Numbers of rows in cells, from ``Task.held_out_sums``, int64.
+        further: Further sums, likewise, float64 ``[S]``.
     """
 
     sums: Tensor
     p: np.ndarray
     y: np.ndarray
     decided: np.ndarray
+    table: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    further: np.ndarray = field(default_factory=lambda: np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -176,17 +181,27 @@ class SumKind:
     """Interface of a kind of sum.
 
     A kind with a ``permission`` also declares ``arguments`` and ``constants``: a site rejects all others.
+
+    Args:
+        name: Name; the name of the class by default.
+        permission: Permission; that of the class by default.
     """
 
-    name: ClassVar[str]
-    permission: ClassVar[str] = ""
+    name: str
+    permission: str = ""
     """Entry of ``statistics.allow`` in ``site.yaml`` that the kind needs; empty if the experiment itself needs it."""
     arguments: ClassVar[type[Arguments]] = Arguments
     """Model of ``SumRequest.args``."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
+    masked_only: ClassVar[bool] = False
+    """Whether a site sends the sums only under secure aggregation."""
     scores_model: ClassVar[bool] = False
     """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
+
+    def __init__(self, name: str | None = None, permission: str | None = None):
+        self.name = name or self.name
+        self.permission = self.permission if permission is None else permission
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands: int64 for counts, float64 for sums.
@@ -200,13 +215,14 @@ class SumKind:
         """
         raise NotImplementedError
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor; ``FREE`` for any length."""
         raise NotImplementedError
 
     def cells(self, request: SumRequest) -> tuple[str, ...]:
         """Return the names of the tensors that count rows, so that small ones could reveal single rows."""
-        return ()
+        shapes = self.shapes(request).items()
+        return tuple(name for name, (dtype, _) in shapes if dtype == torch.int64 and name != "clients")
 
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted in at most one cell of a tensor of ``cells``, or one group of ``group_sizes``.

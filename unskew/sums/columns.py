@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from unskew.errors import DataError, abbreviate
-from unskew.sums.base import FREE, Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import FREE, Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 
 LONGEST = 1000
 """Maximum number of characters of a category value."""
@@ -123,6 +123,7 @@ class Moments(SumKind):
     """Number and sum of the values of each column and target."""
 
     name = "moments"
+    arguments = ColumnArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -130,14 +131,10 @@ class Moments(SumKind):
         counts, sums = zip(counts_and_sums(rows.numbers), counts_and_sums(rows.targets), strict=True)
         return {"counts": as_tensor(*counts), "sums": as_tensor(*sums)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         size = (width(request),)
         return {"counts": (torch.int64, size), "sums": (torch.float64, size)}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def check(self, request: SumRequest, own: Mapping[str, Tensor]) -> None:
         """Validate the summands of a client; a larger sum would give others squares that are too large."""
@@ -149,11 +146,17 @@ class Moments(SumKind):
         """Describe what is sent."""
         return f"for each of {listing(request)}: number of values and their sum"
 
+    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return the number of values behind each sum."""
+        return {"sums": num_behind_sums(rows, request)}
+
 
 class Squares(SumKind):
     """Sum of squared deviations of each column and target from the mean over all clients."""
 
     name = "squares"
+    arguments = ColumnArguments
+    constants = ("mean",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -163,7 +166,7 @@ class Squares(SumKind):
         parts = sums_of_squares(rows.numbers, mean[:first]), sums_of_squares(rows.targets, mean[first:])
         return {"squares": as_tensor(*parts)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"squares": (torch.float64, (width(request),))}
 
@@ -177,29 +180,8 @@ class Squares(SumKind):
         """Describe what is sent."""
         return f"for each of {listing(request)}: sum of squared deviations from the mean of all sites"
 
-
-class ColumnMoments(Moments):
-    """Number and sum of the values of each column, for mean and standard deviation."""
-
-    name = "column_moments"
-    permission = "moments"
-    arguments = ColumnArguments
-
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows in each group."""
-        return {"sums": num_behind_sums(rows, request)}
-
-
-class ColumnSquares(Squares):
-    """Sum of squared deviations of each column from the mean over all clients."""
-
-    name = "column_squares"
-    permission = "moments"
-    arguments = ColumnArguments
-    constants = ("mean",)
-
-    def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows in each group."""
+        """Return the number of values behind each sum."""
         return {"squares": num_behind_sums(rows, request)}
 
 
@@ -215,7 +197,7 @@ class Categories(SumKind):
             raise DataError(f"These data have no categorical column {unknown[0]!r}.")
         return {f"values.{j}": encode_values(rows.values[name]) for j, name in enumerate(request.args["columns"])}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {f"values.{j}": (torch.uint8, (FREE,)) for j in range(len(request.args["columns"]))}
 
@@ -264,6 +246,7 @@ class Classes(SumKind):
     """Number of samples of each class or label."""
 
     name = "classes"
+    arguments = ClassArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -271,25 +254,13 @@ class Classes(SumKind):
             raise DataError("These data have no classes that can be counted.")
         return {"counts": rows.class_counts().cpu().to(torch.int64)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (int(request.args["classes"]),))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
         return f"number of samples of each of {request.args['classes']} classes"
-
-
-class ClassCounts(Classes):
-    """Number of samples of each class or label."""
-
-    name = "class_counts"
-    permission = "counts"
-    arguments = ClassArguments
 
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted in at most one cell."""
@@ -309,13 +280,9 @@ class Missing(SumKind):
             raise DataError("The request for missing values is for other columns.")
         return {"counts": torch.tensor([*rows.missing.values()], dtype=torch.int64)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (len(request.args["columns"]),))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -350,13 +317,9 @@ class Histogram(SumKind):
         cell[values[~np.isnan(values)] == edges[-1]] = CELLS  # the last cell includes its upper end
         return {"counts": torch.from_numpy(np.bincount(cell, minlength=CELLS + 2).astype(np.int64))}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (CELLS + 2,))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

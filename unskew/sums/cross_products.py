@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.sums.columns import as_tensor
 
 Covariate = tuple[str, tuple[str, ...]]
@@ -76,7 +76,7 @@ class CrossProducts(SumKind):
         x, z = map(centered, columns_and_design(rows, **request.args))
         return {"covariates": as_tensor(z.T @ z), "columns": as_tensor(z.T @ x)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         p = len(design_names(request.args["covariates"]))
         return {"covariates": (torch.float64, (p, p)), "columns": (torch.float64, (p, len(request.args["columns"])))}
@@ -99,14 +99,10 @@ class Residuals(SumKind):
         squares = np.square(centered(residuals)).sum(0)
         return {"rows": torch.tensor([len(x)]), "sums": as_tensor(residuals.sum(0)), "squares": as_tensor(squares)}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         size = (len(request.args["columns"]),)
         return {"rows": (torch.int64, (1,)), "sums": (torch.float64, size), "squares": (torch.float64, size)}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("rows",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

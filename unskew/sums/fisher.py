@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from unskew.errors import DataError
-from unskew.sums.base import ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.sums.skew import input_values
 
 
@@ -68,16 +68,12 @@ class Fisher(SumKind):
         """Return a client's summands."""
         return fisher_sums(*design_rows(rows, request))
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         p = 1 + sum(map(bool, request.args["kept"]))
         real = torch.float64
         sums = {"score": (real, (p,)), "information": (real, (p, p)), "log_likelihood": (real, ())}
         return {**sums, "counts": (torch.int64, (2,))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

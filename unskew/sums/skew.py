@@ -17,10 +17,9 @@ from pydantic import Field
 from torch import Tensor
 
 from unskew.errors import DataError
-from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.sums.columns import sizes_of_columns
 
-Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 SIZES = ("clients", "rows", "rows2")
 """Numbers of ``site_scalars`` on the size of a client: 1, ``n_k``, ``n_k^2``."""
 SCALARS = ("clients", "distance", "divergence", "classes", "inverse_root", "between")
@@ -205,10 +204,6 @@ class ClassMeans(SumKind):
             "sums": (torch.float64, (classes, int(request.args["inputs"]))),
             "scatter": (torch.float64, (classes,)),
         }
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def disjoint(self, rows: ClientRows) -> bool:
         """Return whether each row is counted once."""

@@ -10,7 +10,8 @@ import torch
 from pydantic import Field
 
 from unskew.errors import DataError
-from unskew.sums.base import Arguments, ClientRows, SumKind, SumRequest, Sums
+from unskew.sums.base import Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
+from unskew.tasks.survival_metrics import at_risk_in_cells, log_rank_term
 from unskew.tasks.survival_table import HIGHEST, SurvivalTable, grid_edges, time_edges
 
 COUNTS = ("events", "censored", "ended")
@@ -35,13 +36,9 @@ class SurvivalTimes(SumKind):
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"counts": (torch.int64, (len(time_edges()),))}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ("counts",)
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -61,7 +58,7 @@ class GridArguments(Arguments):
 
 
 class SurvivalCounts(SumKind):
-    """Events, censored rows and time at risk in each cell up to a time, and clients without events."""
+    """Events, censored rows and time at risk in each cell up to a time, and the number of clients without events."""
 
     name = "survival"
     arguments = GridArguments
@@ -74,7 +71,7 @@ class SurvivalCounts(SumKind):
         return {
             **counts,
             "exposure": torch.from_numpy(table.exposure),
-            "without_events": torch.tensor(int(not table.events.any())),
+            "clients": torch.tensor(int(not table.events.any())),
         }
 
     def edges(self, request: SumRequest) -> np.ndarray:
@@ -85,15 +82,11 @@ class SurvivalCounts(SumKind):
             raise DataError("The request for survival times has no valid cells.") from error
         return grid_edges(known.until, [cut for cut in known.cuts if cut <= known.until])
 
-    def shapes(self, request: SumRequest) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         cells = (len(self.edges(request)) - 1,)
-        counts: dict[str, tuple[torch.dtype, tuple[int, ...]]] = dict.fromkeys(COUNTS, (torch.int64, cells))
-        return {**counts, "exposure": (torch.float64, cells), "without_events": (torch.int64, ())}
-
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return COUNTS
+        counts: Shapes = dict.fromkeys(COUNTS, (torch.int64, cells))
+        return {**counts, "exposure": (torch.float64, cells), "clients": (torch.int64, ())}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -102,23 +95,71 @@ class SurvivalCounts(SumKind):
 
 
 class SurvivalStatistic(SurvivalCounts):
-    """Events, censored rows and time at risk in each cell up to a time, as a statistic that a site must allow."""
+    """Events and censored rows in each cell up to a time, as a statistic that a site must allow."""
 
     name = "survival_table"
     permission = "survival"
 
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
+        table = SurvivalTable.of(*times_and_events(rows), self.edges(request))
+        return {"counts": torch.from_numpy(np.stack([table.events, table.censored]).astype(np.int64))}
+
+    def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
+        return {"counts": (torch.int64, (2, len(self.edges(request)) - 1))}
+
     def disjoint(self, rows: ClientRows) -> bool:
-        """Return whether each row is counted in at most one cell of a tensor; what ends is also censored."""
+        """Return whether each row is counted in at most one cell."""
         return True
 
     def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
         """Return the edges of the cells, by the name of the targets."""
         return {"survival times": tuple(self.edges(request).tolist())}
 
+    def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
+        edges = self.edges(request)
+        return f"events and censored rows in {len(edges) - 1} cells of time up to {edges[-1]:g}"
+
+
+class LogRankTerm(SurvivalStatistic):
+    """Term ``(O - E)²/E`` of the conservative log-rank test, given the hazards of all clients, and whether E is above 0.
+
+    Chosen hazards would reveal numbers of rows at risk, so a site sends only masked terms, and for one vector of hazards.
+    """
+
+    name = "log_rank_term"
+    constants = ("hazard",)
+    masked_only = True
+
+    def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
+        """Return a client's summands."""
+        counts = super().compute(rows, request)["counts"].numpy()
+        hazard = request.tensor("hazard", counts.shape[1]).numpy()
+        term = log_rank_term(counts[0], at_risk_in_cells(counts), np.clip(hazard, 0, 1))
+        return {"term": torch.tensor(term, dtype=torch.float64)}
+
+    def shapes(self, request: SumRequest) -> Shapes:
+        """Return dtype and shape of each tensor."""
+        return {"term": (torch.float64, (2,))}
+
+    def cells(self, request: SumRequest) -> tuple[str, ...]:
+        """Return the names of the tensors that count rows."""
+        return ()
+
+    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+        """Return the edges of the cells, and the hazards."""
+        hazard = request.tensor("hazard", len(self.edges(request)) - 1)
+        return {**super().grids(request), "hazards of the log-rank test": tuple(hazard.tolist())}
+
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows at risk in each cell, whose time is summed."""
-        table = SurvivalTable.of(*times_and_events(rows), self.edges(request))
-        return {"exposure": torch.from_numpy(table.at_risk.astype(np.int64))}
+        """Return the number of rows for both numbers."""
+        return {"term": torch.full((2,), len(times_and_events(rows)[0]), dtype=torch.int64)}
+
+    def describe(self, request: SumRequest) -> str:
+        """Describe what is sent."""
+        return "the term (O - E)²/E of the log-rank test, masked"
 
 
 def times_and_events(rows: ClientRows) -> tuple[np.ndarray, np.ndarray]:

@@ -48,9 +48,6 @@ class Task:
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 
-    fits: ClassVar[bool] = False
-    """True if ``fit`` must be called before training: other constants of the task come from sums over the clients."""
-
     section: ClassVar[str] = ""
     """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
 
@@ -72,6 +69,15 @@ class Task:
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
 
+    draws_clients: ClassVar[bool] = False
+    """True if ``client_curve`` returns a curve."""
+
+    outcome: ClassVar[str] = ""
+    """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
+
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Permissions of statistics about the targets of clients that only this task has."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 
@@ -92,6 +98,11 @@ class Task:
         """Names of the outputs, if the task and not the data define them; otherwise empty."""
         return ()
 
+    @property
+    def fits(self) -> bool:
+        """Whether ``fit`` must be called before training, because constants of the task come from sums over the clients."""
+        return False
+
     def configured(self, options: Any) -> Task:
         """Return the task with options of the configuration.
 
@@ -102,6 +113,21 @@ class Task:
             ConfigError: If options contradict each other.
         """
         return self
+
+    @property
+    def of_one_site(self) -> Task:
+        """Task that can be fitted to the data of a single site, for checks before all sites are known."""
+        return self
+
+    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
+        """Return whether ``fit`` may ask a client for a sum of ``fitting``.
+
+        Args:
+            kind: Name of the kind.
+            args: Arguments of the request.
+            y: Targets of the client.
+        """
+        return False
 
     def fit(self, ask: Ask) -> Task:
         """Return the task with constants from sums over the clients, if ``fits``.
@@ -258,6 +284,30 @@ class Task:
         if self.output_kind != "probabilities":
             return [f"predicted_{name}" for name in names]
         return [f"p({name})" if label is None else f"p({label}={name})" for name in names]
+
+    def predicted_columns(
+        self,
+        outputs: np.ndarray,
+        names: Sequence[str],
+        label: str | None,
+        horizons: Sequence[float] = (),
+        curve: bool = False,
+    ) -> dict[str, Sequence[float | None]]:
+        """Return the numbers of ``unskew predict`` by the names of their columns.
+
+        Args:
+            outputs: Outputs of the model, ``[n, C]``.
+            names: Names of the classes, labels or targets.
+            label: Name of the label column, or None.
+            horizons: Times at which risks are requested; empty means those of the task.
+            curve: Whether survival at each cut point is requested.
+
+        Raises:
+            ConfigError: If the task has no times, or one is after the last time of the task.
+        """
+        if horizons or curve:
+            raise ConfigError(f"--horizons and --curve require a survival model, but the task is {self.name}.")
+        return {title: outputs[:, k].tolist() for k, title in enumerate(self.output_names(names, label))}
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the prediction of each sample: a class name, a list of labels, or by default the number or numbers.
@@ -438,6 +488,56 @@ class Task:
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
             metrics: Requested metrics and class names.
+        """
+        return {}
+
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+        """Return the curve of the test set or of a client's held-out samples for the entry ``km`` of ``curves.json``.
+
+        Args:
+            name: Name of the samples.
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+        """
+        return {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare the targets of clients beyond their means; empty if there is nothing else to compare.
+
+        Args:
+            ys: Targets of each client.
+
+        Returns:
+            ``rows``, a dictionary per client, ``pooled`` for all of them together, and ``test``, a test of their equality.
+        """
+        return {}
+
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return sums over samples from which ``metrics_of_sums`` computes metrics of all sites.
+
+        Args:
+            y: True values, as for ``metrics_of_all``.
+            scores: Predictions, likewise.
+
+        Returns:
+            Numbers of samples in cells, int64 of shape ``cells``, and further sums, float64 ``[sums]``.
+        """
+        return np.zeros(0, np.int64), np.zeros(0)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute metrics from sums over all sites; NaN if undefined.
+
+        Args:
+            table: Numbers of samples in cells, of shape ``cells``.
+            sums: Further sums, from ``held_out_sums``.
+        """
+        return {}
+
+    def client_fields(self, y: Tensor) -> dict[str, int]:
+        """Return numbers of a client's held-out samples for ``clients.jsonl``.
+
+        Args:
+            y: Targets of the held-out samples.
         """
         return {}
 

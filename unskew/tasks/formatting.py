@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unskew.tasks.primary_metric import RECALL, SCORES, WORST, MetricInfo, metric_of
+from unskew.tasks.primary_metric import METRIC_PREFIXES, SCORES, WORST, MetricInfo, metric_of
 
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
@@ -15,29 +15,16 @@ COST = ("MB up", "MB down", "seconds")
 """Titles of the columns of costs."""
 
 ASKED = (
-    *(
-        "auroc",
-        "auprc",
-        "f1",
-        "balanced_accuracy",
-        "ece",
-        "brier",
-        "observed_expected",
-        "calibration_slope",
-        "uno",
-        "ibs",
-        WORST,
-    ),
+    *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
+    *("uno", "ibs"),
 )
-"""Metrics that must be requested; recalls are named after their class."""
-WITH_NAMES = (RECALL, "brier/", "risk_gap/")
-"""Beginnings of names of metrics of a class or at a time."""
+"""Metrics that must be requested; others are named after their class or time."""
 
 
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
-    names = [name for name in row if name in ASKED or name in own or name.startswith(WITH_NAMES)]
+    names = [name for name in row if name in ASKED or name in own or name.startswith(METRIC_PREFIXES)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
     return [metric_of(row, name) for name in (*judged, *names) if name != objective]
 

@@ -6,11 +6,15 @@ from collections.abc import Container, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-SCORES: dict[str, str] = {"r2": "R²", "concordance": "concordance", "accuracy": "accuracy"}
+SCORES: dict[str, str] = {"concordance": "concordance", "r2": "R²", "accuracy": "accuracy"}
 """Primary metrics by name in files, with titles; they are shown in percent, higher is better, and 1 is perfect. A task may
 have a metric of a later name in addition to its primary metric."""
 RECALL = "recall/"
 """Prefix of the names of per-class recalls."""
+BRIER, RISK_GAP = "brier/", "risk_gap/"
+"""Prefixes of the names of the Brier score of survival at a time, and of the predicted minus the observed risk."""
+METRIC_PREFIXES = (RECALL, BRIER, RISK_GAP)
+"""Prefixes of the names of metrics with a value for each class or time."""
 WORST = "worst_client"
 """Objective that is the primary metric of the worst client."""
 
@@ -82,7 +86,7 @@ KNOWN_METRICS = {
     "risk_gap": MetricInfo("risk_gap", "mean risk minus Kaplan-Meier risk", percent=False),
     WORST: MetricInfo(WORST, "worst client"),
 }
-"""Metrics that unskew computes, by name, without the per-class recalls."""
+"""Metrics that unskew computes, by name, without those of single classes or times."""
 ONE_CLASS = ("auprc", "f1", "ece", "observed_expected")
 """Metrics of two classes that depend on which of them is positive."""
 

@@ -30,24 +30,22 @@ from torch import Tensor
 from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
-from unskew.tasks.metrics import MetricSet
+from unskew.tasks.intervals import mean_statistic
+from unskew.tasks.metrics import MetricSet, Statistic
 from unskew.tasks.survival_columns import value_text
-from unskew.tasks.survival_metrics import (
-    Curve,
-    brier_errors,
-    concordant_pairs,
-    integrated_errors,
-    kaplan_meier,
-    last_time,
-    survival_at,
-    uno_weights,
+from unskew.tasks.survival_evaluation import (
+    SurvivalPredictions,
+    censored_at,
+    compare_rows,
+    count_comparable,
+    metric_names,
 )
-from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, time_edges
+from unskew.tasks.survival_metrics import number_text, survival_at
+from unskew.tasks.survival_sums import metrics_of_sums, survival_sums
+from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, most_bins, time_edges
 
 BINS = 10
 """Number of bins by default, if there are enough events."""
-AT_HORIZONS = ("brier", "risk_gap")
-"""Metrics with a value for each horizon."""
 FEW = 10
 """Number of events per bin below which a warning is logged."""
 LOG = logging.getLogger("unskew")
@@ -65,23 +63,26 @@ class Survival(Task):
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
         coded_labels: Positions of the label columns that ``encode_column`` reads.
-        fits: Whether sums over all clients determine constants of the task.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric.
         ranked: Whether ``measure_all`` computes the primary metric.
+        draws_clients: Whether ``client_curve`` returns a curve.
+        outcome: Name of the outcome.
+        statistics: Permissions of statistics of survival times.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
         until: Time at which later times are censored; None means the largest time.
         bins: Number of bins, or cut points; None means ``BINS``, or fewer if there are few events.
         horizons: Times at which risks are reported; empty means the quartiles of the events.
+        strict: Whether too few events raise an error; not for the data of a single site.
         kind: Loss: ``piecewise`` or ``discrete``.
         cuts: Upper end of each bin, ``[J]``.
         rates: Events per unit of time in each bin over all clients, ``[J]``.
         shares: Share of the rows at risk with an event in each bin over all clients, ``[J]``.
         censoring: Curve of being uncensored over all clients at ``CELLS + 1`` equally spaced times, from 0 to the last cut
-            point.
+            point; empty if the configuration gives ``rates``: it then comes from the evaluated rows.
     """
 
     name: ClassVar[str] = "survival"
@@ -89,11 +90,13 @@ class Survival(Task):
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
     coded_labels: ClassVar[tuple[int, ...]] = (1,)
-    fits: ClassVar[bool] = True
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
     scored: ClassVar[str] = "concordance"
     ranked: ClassVar[bool] = True
+    draws_clients: ClassVar[bool] = True
+    outcome: ClassVar[str] = "event"
+    statistics: ClassVar[tuple[str, ...]] = ("survival",)
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
 
@@ -101,6 +104,7 @@ class Survival(Task):
     until: float | None = None
     bins: int | tuple[float, ...] | None = None
     horizons: tuple[float, ...] = ()
+    strict: bool = True
     kind: str = "piecewise"
     cuts: tuple[float, ...] = ()
     rates: tuple[float, ...] = ()
@@ -134,24 +138,56 @@ class Survival(Task):
             and all(0 < rate < math.inf for rate in rates)
             and all(0 < share < 1 for share in shares)
             and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
-            and len(found["censoring"]) == CELLS + 1
+            and len(found["censoring"]) in (0, CELLS + 1)
             and all(0 <= share <= 1 for share in found["censoring"])
         )
         if not fits:
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
         kind = "discrete" if discrete[0] else "piecewise"
         horizons, censoring = found["horizons"], found["censoring"]
-        return Survival(event or None, cuts[-1], cuts, horizons, kind, cuts, rates, shares, censoring)
+        return Survival(event or None, cuts[-1], cuts, horizons, True, kind, cuts, rates, shares, censoring)
+
+    @property
+    def fits(self) -> bool:
+        """Whether sums over the clients determine bins and hazards: unless the configuration gives them."""
+        return not self.rates
 
     def configured(self, options: Any) -> Survival:
         """Return the task with the options of the section ``survival``.
 
         Args:
-            options: Section with the fields ``event``, ``until``, ``bins`` and ``horizons``.
+            options: Section with the fields ``event``, ``until``, ``bins``, ``horizons`` and ``rates``.
         """
+        task = replace(self, event=options.event, until=options.until, bins=options.bins, horizons=options.horizons)
+        if not options.rates:
+            return task
+        widths = np.diff(options.bins, prepend=0.0)
+        events = -np.expm1(
+            -np.cumsum(np.array(options.rates) * widths)
+        )  # share of rows with an event until each cut point
         return replace(
-            self, event=options.event, until=options.until, bins=options.bins, horizons=tuple(options.horizons)
+            task,
+            cuts=options.bins,
+            rates=options.rates,
+            shares=tuple(np.minimum(-np.expm1(-np.array(options.rates) * widths), 1 - 1e-9).tolist()),
+            horizons=options.horizons or quartile_cuts(np.diff(events, prepend=0.0), options.bins),
         )
+
+    @property
+    def of_one_site(self) -> Survival:
+        """Task that can be fitted to the data of a single site, which may have few events."""
+        return replace(self, strict=False)
+
+    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
+        """Return whether ``fit`` may ask a client for a sum: the cells of the configuration, or a public last time."""
+        given = self.bins if isinstance(self.bins, tuple) else ()
+        until = given[-1] if given else self.until
+        if self.rates or kind == "survival_times":
+            return until is None and not self.rates
+        asked = args.get("until")
+        if not isinstance(asked, float | int) or [*given] != args.get("cuts", []):
+            return False
+        return asked == until if until is not None else asked in time_edges() and asked >= float(y[:, 0].max())
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""
@@ -231,8 +267,8 @@ class Survival(Task):
         return len(self.cuts) or 1
 
     def distribution(self, y: Tensor, classes: int) -> Tensor:
-        """Return time and event of each sample, ``[n, 2]``."""
-        return y.double()
+        """Return whether each sample has its event in each bin, ``[n, J]``."""
+        return self._bins(y.new_zeros(len(y), classes), y)[2].double()
 
     def fit(self, ask: Ask) -> Survival:
         """Return the task with bins, hazards and the censoring curve from sums over all clients' training rows.
@@ -251,56 +287,63 @@ class Survival(Task):
             until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
         edges = grid_edges(until, given)
         sums = ask("survival", {"until": until, "cuts": [*given]}, {})
-        table, silent = SurvivalTable.from_sums(sums, edges), int(sums["without_events"])
-        total = int(table.events.sum())
-        if not total:
-            raise DataError(
-                f"No training row has an event until {number_text(until)}. Check label (time, then event), survival.event "
-                "and survival.until."
-            )
-        if silent:
-            LOG.warning(
-                "%d clients have no event until %s; they inform only about censoring", silent, number_text(until)
-            )
-        cuts = given or self._equal_bins(table, total)
+        table = SurvivalTable.from_sums(sums, edges)
+        if self.strict:
+            self._check_sums(table, until, int(sums["clients"]))
+        cuts = given or choose_cuts(table, most_bins(table, self._wanted_bins(table)))
         bins = table.bins(cuts)
-        if (empty := np.flatnonzero(bins.events == 0)).size:
-            low, high = (number_text(end) for end in ((0.0, *cuts)[empty[0]], cuts[empty[0]]))
-            raise ConfigError(
-                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
-                f"Merge the bin with another one, or set bins to a number: {_most_bins(table, len(cuts))} fit."
-            )
-        if total < FEW * len(cuts) and self.bins is not None:
-            LOG.warning(
-                "survival.bins: %d events in %d bins are fewer than %d per bin; use at most %d bins",
-                *(total, len(cuts), FEW, max(1, total // FEW)),
-            )
-        late = [horizon for horizon in self.horizons if horizon > until]
-        if late:
-            raise ConfigError(
-                f"survival.horizons: {number_text(late[0])} is after {number_text(until)}, the last time with a prediction. "
-                "Remove it, or set survival.until to a later time."
-            )
-        shares = np.minimum(bins.events / bins.at_risk, 1 - 0.5 / np.maximum(bins.at_risk, 1))
+        events = np.maximum(bins.events, 0.5)  # a bin without events occurs only at a single site
+        at_risk = np.maximum(bins.at_risk, 1.0)
+        exposure = np.maximum(bins.exposure, np.diff(cuts, prepend=0.0) / CELLS)
         return replace(
             self,
             cuts=tuple(cuts),
-            rates=tuple((bins.events / np.maximum(bins.exposure, np.finfo(float).tiny)).tolist()),
-            shares=tuple(shares.tolist()),
-            horizons=self.horizons or quartile_cuts(bins.events, cuts),
+            rates=tuple((events / exposure).tolist()),
+            shares=tuple(np.minimum(events / at_risk, 1 - 0.5 / at_risk).tolist()),
+            horizons=self.horizons or quartile_cuts(events, cuts),
             censoring=tuple(table.censoring()[np.searchsorted(edges, grid_edges(until))].tolist()),
         )
 
-    def _equal_bins(self, table: SurvivalTable, total: int) -> tuple[float, ...]:
-        """Return cut points with about equal numbers of events (raises ``ConfigError`` if fewer fit than configured)."""
-        wanted = self.bins if isinstance(self.bins, int) else max(1, min(BINS, total // FEW))
-        most = _most_bins(table, wanted)
-        if most < wanted and self.bins is not None:
+    def _wanted_bins(self, table: SurvivalTable) -> int:
+        return self.bins if isinstance(self.bins, int) else max(1, min(BINS, int(table.events.sum()) // FEW))
+
+    def _check_sums(self, table: SurvivalTable, until: float, without_events: int) -> None:
+        """Validate that the events over all clients suffice, and warn if they are few."""
+        total, last = int(table.events.sum()), number_text(until)
+        if not total:
+            raise DataError(
+                f"No training row has an event until {last}. Check label (time, then event), survival.event and "
+                "survival.until."
+            )
+        if without_events:
+            LOG.warning(
+                "clients without an event until %s, which inform only about censoring: %d", last, without_events
+            )
+        if late := [horizon for horizon in self.horizons if horizon > until]:
+            raise ConfigError(
+                f"survival.horizons: {number_text(late[0])} is after {last}, the last time with a prediction. Remove it, or "
+                "set survival.until to a later time."
+            )
+        cuts = self.bins if isinstance(self.bins, tuple) else ()
+        wanted = len(cuts) or self._wanted_bins(table)
+        most = most_bins(table, wanted)
+        empty = np.flatnonzero(table.bins(cuts).events == 0) if cuts else np.zeros(0, int)
+        if len(empty):
+            low, high = (number_text((0.0, *cuts)[empty[0] + end]) for end in (0, 1))
+            raise ConfigError(
+                f"survival.bins: no training row has an event after {low} and until {high}, so its hazard cannot be learned. "
+                f"Merge the bin with another one, or write a number of bins: {most} fit."
+            )
+        if isinstance(self.bins, int) and most < wanted:
             raise ConfigError(
                 f"survival.bins={wanted} leaves a bin without an event: the {total} events of the training rows fit into "
                 f"{most} bins. Set survival.bins to at most {most}."
             )
-        return choose_cuts(table, most) or (float(table.edges[-1]),)
+        if self.bins is not None and total < FEW * wanted:
+            LOG.warning(
+                "survival.bins: %d events in %d bins are fewer than %d per bin; %d bins would have more",
+                *(total, wanted, FEW, max(1, total // FEW)),
+            )
 
     @cached_property
     def offsets(self) -> tuple[float, ...]:
@@ -350,56 +393,64 @@ class Survival(Task):
 
         The risk is the cumulative hazard at the last cut point.
         """
-        return {"concordance": ratio(concordant_pairs(*self._until(y), cumulative_hazards(scores)[:, -1]))}
-
-    def _until(self, y: np.ndarray, later: float | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Return times and events, ``[n]`` each; rows after the last cut point are censored there, or at ``later``."""
-        last = self.cuts[-1]
-        time = y[:, 0] if later is None else np.where(y[:, 0] > last, later, y[:, 0])
-        return np.minimum(time, last) if later is None else time, (y[:, 1] > 0) & (y[:, 0] <= last)
+        return self._predictions(y, scores).metrics([self.scored])
 
     def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
         """Return the names of the values of the requested metrics; those at horizons end in the time."""
-        names = [
-            f"{name}/{number_text(horizon)}" if horizon else name
-            for name in metrics.known
-            for horizon in (self.horizons if name in AT_HORIZONS else (0.0,))
-        ]
-        return (*names, *metrics.own)
+        return (*metric_names(metrics.known, self.horizons), *metrics.own)
 
     def metrics_of_all(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute the requested metrics of ``requestable``; ``brier`` and ``risk_gap`` at each horizon."""
-        time, event = self._until(y)
-        beyond = self._until(y, math.inf)
-        hazards, cuts, horizons = cumulative_hazards(scores), np.array(self.cuts), np.array(self.horizons)
-        edges = grid_edges(self.cuts[-1])
-        censoring = Curve(edges[1:], np.array(self.censoring[1:]), step=False)
-        last = last_time(censoring, edges)
-        found: list[float] = []
-        for name in metrics.known:
-            if name == "uno":
-                weights = uno_weights(time, censoring, last)
-                found.append(ratio(concordant_pairs(time, event, hazards[:, -1], weights)))
-            elif name == "ibs":
-                within = edges[: max(2, int(np.searchsorted(edges, last, "right")))]
-                found.append(float(integrated_errors(hazards, cuts, within, *beyond, censoring).mean()))
-            elif name == "brier":
-                survival = survival_at(hazards, cuts, horizons)
-                found += brier_errors(survival, horizons, *beyond, censoring).mean(0).tolist()
-            else:
-                risks = 1 - survival_at(hazards, cuts, horizons)
-                found += (risks.mean(0) - 1 + kaplan_meier(*beyond).at(horizons)).tolist()
-        return dict(zip(self.metric_names(replace(metrics, own={})), found, strict=True))
+        return self._predictions(y, scores).metrics(metric_names(metrics.known, self.horizons))
 
     def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute concordance, loss and all metrics."""
         everything = self.metrics_of_all(y, outputs, replace(metrics, known=self.requestable))
-        return {**self.measure_all(y, outputs), "loss": self._loss_of_outputs(y, outputs), **everything}
+        loss = float(self._losses_of_outputs(y, outputs).mean()) if len(y) else math.nan
+        return {**self.measure_all(y, outputs), "loss": loss, **everything}
 
-    def _loss_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> float:
+    def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
+        """Return the statistic of the loss or of any metric."""
+        if name == "loss":
+            return mean_statistic(self._losses_of_outputs(y, scores))
+        return self._predictions(y, scores).statistic(name)
+
+    def curves(self, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> dict[str, Any]:
+        """Return predicted and observed risks at the horizons."""
+        known = np.isfinite(scores).all()
+        return {"risk_calibration": self._predictions(y, scores).calibration()} if known else {}
+
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
+        """Return observed and mean predicted survival."""
+        return self._predictions(y, scores).mean_curve(name) if np.isfinite(scores).all() else {}
+
+    def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
+        """Compare events and Kaplan-Meier curves at the horizons, and test whether the hazards are equal."""
+        return compare_rows([censored_at(y.cpu().numpy(), self.cuts[-1]) for y in ys], self.horizons)
+
+    def held_out_sums(self, y: np.ndarray, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Return numbers of rows by time, risk and event, and sums of Brier errors and risks."""
+        typical = sum(rate * width for rate, width in zip(self.rates, self.widths, strict=True))
+        return survival_sums(self._predictions(y, scores), typical)
+
+    def metrics_of_sums(self, table: np.ndarray, sums: np.ndarray) -> dict[str, float]:
+        """Compute all metrics; those that compare rows up to ranks within a cell."""
+        none = self._predictions(np.zeros((0, 2)), np.zeros((0, len(self.cuts))))
+        edges = grid_edges(self.cuts[-1])
+        return metrics_of_sums(table, sums, edges, self.horizons, none.censoring, float(none.edges[-1]))
+
+    def client_fields(self, y: Tensor) -> dict[str, int]:
+        """Return the numbers of events and of comparable pairs."""
+        return count_comparable(censored_at(y.cpu().numpy(), self.cuts[-1]))
+
+    def _predictions(self, y: np.ndarray, scores: np.ndarray) -> SurvivalPredictions:
+        hazards = cumulative_hazards(scores)
+        return SurvivalPredictions.of(y, hazards, self.cuts, self.horizons, self.censoring)
+
+    def _losses_of_outputs(self, y: np.ndarray, outputs: np.ndarray) -> np.ndarray:
         hazards = np.maximum(np.diff(cumulative_hazards(outputs), axis=1, prepend=0), np.finfo(float).tiny)
         z = np.log(hazards / self.widths) if self.kind == "piecewise" else np.log(np.expm1(hazards))
-        return float(self.loss(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)))
+        return self.losses(torch.from_numpy(z - np.array(self.offsets)), torch.from_numpy(y)).numpy()
 
     @cached_property
     def widths(self) -> tuple[float, ...]:
@@ -409,10 +460,10 @@ class Survival(Task):
     def outputs(self, logits: Tensor) -> Tensor:
         """Return the probability to survive each cut point, ``[B, J]``, in float64."""
         z = logits.to(torch.float64)
-        z = z + constant(self.offsets, z)
+        z = z + z.new_tensor(self.offsets)
         if self.kind == "discrete":
             return (-F.softplus(z).cumsum(-1)).exp()
-        return (-(z.exp() * constant(self.widths, z)).cumsum(-1)).exp()
+        return (-(z.exp() * z.new_tensor(self.widths)).cumsum(-1)).exp()
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -432,6 +483,27 @@ class Survival(Task):
         """
         return survival_at(cumulative_hazards(outputs), np.array(self.cuts), np.array(times))
 
+    def predicted_columns(
+        self,
+        outputs: np.ndarray,
+        names: Sequence[str],
+        label: str | None,
+        horizons: Sequence[float] = (),
+        curve: bool = False,
+    ) -> dict[str, Sequence[float | None]]:
+        """Return the risk until each horizon, the median time, and on request the probability to survive each cut point."""
+        if late := [time for time in horizons if time > self.cuts[-1]]:
+            raise ConfigError(
+                f"--horizons: {number_text(late[0])} is after {number_text(self.cuts[-1])}, the last time with a prediction."
+            )
+        times = tuple(horizons) or self.horizons
+        risks = 1 - self.survival(outputs, times)
+        columns: dict[str, Sequence[float | None]] = {
+            f"risk({number_text(time)})": risks[:, k].tolist() for k, time in enumerate(times)
+        }
+        columns["median"] = self.decisions(outputs, MetricSet())
+        return columns | (super().predicted_columns(outputs, names, label) if curve else {})
+
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the median time of each sample, which half of such samples survive; None if it is after all cut points."""
         super().decisions(outputs, metrics, threshold)
@@ -445,11 +517,6 @@ class Survival(Task):
         return [
             value if some else None for value, some in zip(medians.tolist(), np.any(reached, 1).tolist(), strict=True)
         ]
-
-
-def ratio(pairs: np.ndarray) -> float:
-    """Return the share of concordant pairs, given their weight and that of comparable pairs; NaN without any."""
-    return float(pairs[0] / pairs[1]) if pairs[1] else math.nan
 
 
 def cumulative_hazards(outputs: np.ndarray) -> np.ndarray:
@@ -469,17 +536,3 @@ def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...
     """
     reached = np.cumsum(events) / events.sum()
     return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
-
-
-def _most_bins(table: SurvivalTable, wanted: int) -> int:
-    """Return the largest number of bins up to ``wanted`` that all have an event."""
-    return next((bins for bins in range(wanted, 1, -1) if choose_cuts(table, bins)), 1)
-
-
-def number_text(value: float) -> str:
-    """Return a time as a text.
-
-    >>> number_text(1826.0), number_text(263.9140625)
-    ('1826', '263.914')
-    """
-    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"

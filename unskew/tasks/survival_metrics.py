@@ -370,3 +370,12 @@ def _tail(statistic: float, df: int) -> float:
     from scipy.stats import chi2
 
     return float(chi2.sf(statistic, df)) if df else 1.0
+
+
+def number_text(value: float) -> str:
+    """Return a time as a text.
+
+    >>> number_text(1826.0), number_text(263.9140625)
+    ('1826', '263.914')
+    """
+    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"

@@ -123,8 +123,8 @@ def grid_edges(until: float, cuts: Sequence[float] = ()) -> np.ndarray:
     return np.unique(np.concatenate([edges, np.array(cuts, float)]))
 
 
-def choose_cuts(table: SurvivalTable, bins: int) -> tuple[float, ...] | None:
-    """Return the cut points nearest to equal numbers of events; None if a bin would have no event.
+def choose_cuts(table: SurvivalTable, bins: int) -> tuple[float, ...]:
+    """Return the cut points nearest to equal numbers of events.
 
     Args:
         table: Table of all rows.
@@ -132,7 +132,18 @@ def choose_cuts(table: SurvivalTable, bins: int) -> tuple[float, ...] | None:
     """
     so_far = np.cumsum(table.events)
     chosen = [int(np.abs(so_far - so_far[-1] * j / bins).argmin()) for j in range(1, bins)]
-    counts = np.diff([0, *so_far[chosen], so_far[-1]])
-    if (counts <= 0).any():
-        return None
     return (*table.edges[np.array(chosen, int) + 1].tolist(), float(table.edges[-1]))
+
+
+def most_bins(table: SurvivalTable, wanted: int) -> int:
+    """Return the largest number of bins that ``choose_cuts`` fills with events; 1 without events.
+
+    Args:
+        table: Table of all rows.
+        wanted: Largest number to try.
+    """
+    for bins in range(wanted, 1, -1):
+        cuts = choose_cuts(table, bins)
+        if len({*cuts}) == bins and table.bins(cuts).events.all():
+            return bins
+    return 1

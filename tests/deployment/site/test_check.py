@@ -241,11 +241,11 @@ def test_the_check_of_a_site_says_what_each_allowed_statistic_sends(monkeypatch,
     assert lines(wanted) == ["none is allowed (statistics.allow in site.yaml)"]
     assert lines(wanted, allow=["counts", "missing", "histograms", "moments"]) == [
         "counts: number of samples of each of 2 classes",
-        "moments: for each of age: number of values and their sum",
-        "moments: for each of age: sum of squared deviations from the mean of all sites",
+        "counts: number of rows and its square, and distances of the class frequencies from those of all sites",
         "missing: number of missing values of each of age, ward",
         "histograms: number of values of age in 64 equal cells from 0 to 120, below and above",
-        "counts: number of rows and its square, and distances of the class frequencies from those of all sites",
+        "moments: for each of age: number of values and their sum",
+        "moments: for each of age: sum of squared deviations from the mean of all sites",
         "counts are exact; those below 10 are not sent, unless they are masked",
     ]
     assert lines(wanted, allow=["features"])[-2] == "features: Number of samples that the server asks about."

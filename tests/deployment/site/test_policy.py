@@ -30,7 +30,7 @@ from unskew.deployment.wire.tensor_codec import decode_record
 from unskew.errors import ConfigError, DataError
 from unskew.privacy.discrete_laplace import discrete_laplace
 from unskew.sums.base import ClientRows, SumKind, SumRequest
-from unskew.sums.columns import ClassCounts, ColumnArguments, Histogram
+from unskew.sums.columns import Classes, ColumnArguments, Histogram
 from unskew.sums.registry import SUMS
 
 ALL = ("counts", "missing", "histograms", "moments")
@@ -539,7 +539,7 @@ def test_few_missing_values_do_not_follow_from_a_histogram(monkeypatch, tmp_path
     assert number_of_missing_ages(site(tmp_path / "off"), patients) == 3
 
 
-class ClassMeans(ClassCounts):
+class ClassMeans(Classes):
     """Sum of the inputs of each class."""
 
     name = "means_of_classes"
@@ -719,8 +719,7 @@ def test_each_label_of_a_row_costs_epsilon(tmp_path):
 def test_exact_sums_are_not_sent_next_to_noise(monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=r"remove moments from statistics\.allow, or epsilon"):
         site(tmp_path, ["moments"], epsilon=1)
-    monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans())
-    monkeypatch.setattr(ClassMeans, "permission", "counts")
+    monkeypatch.setitem(SUMS, "means_of_classes", ClassMeans(permission="counts"))
     with pytest.raises(ConfigError, match="can be added to counts only"):
         ask(site(tmp_path, ["counts"], epsilon=1), SumRequest("means_of_classes", {"classes": 3}), hundred())
 

@@ -46,7 +46,10 @@ MINE = {"name": "a", "client": 0}
         ({**MINE, "socket": "s" * 120}, "longer than 100 characters"),
         ({**MINE, "socket": "~nobody.at.all/s"}, "home folder of an unknown user"),
         ({**MINE, "superlink": "example.org"}, "write HOST:PORT"),
-        ({**MINE, "statistics": {"allow": ["count"]}}, "statistics.allow='count' is not valid: it must be 'counts'"),
+        (
+            {**MINE, "statistics": {"allow": ["count"]}},
+            "statistics.allow='count' is not valid: it must be one of counts",
+        ),
         (
             {**MINE, "statistics": {"allow": ["moments"], "epsilon": 1}},
             "remove moments from statistics.allow, or epsilon",

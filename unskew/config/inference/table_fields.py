@@ -13,6 +13,7 @@ import numpy as np
 
 from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
 from unskew.config.inference.inferred_config import InferredConfig
+from unskew.config.inference.survival_fields import set_survival_labels, survival_labels, two_labels
 from unskew.data.csv_format import csv_spec
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
@@ -59,7 +60,8 @@ def set_table_fields(
     table = file_tables(path, csv_spec(inferred.values.get("csv", {})))[0]
     n, columns = table.num_rows, list(table.column_names)
     label, clients, image = (name and unquote(name) for name in (label, clients, image))
-    for name in filter(None, (label, clients, image)):
+    chosen = two_labels(table, label)
+    for name in filter(None, (None if chosen else label, clients, image)):
         if name not in columns:
             raise ConfigError(unknown_name("column", name, columns))
     folder = path if path.is_dir() else path.parent
@@ -69,8 +71,9 @@ def set_table_fields(
     named = [c for c in columns if metadata_class_names(table, c)]
     files = FILE if path.is_dir() and FILE in columns else None  # the column with the names of the files
     complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients, files)]
-    guessed = None if label else next(iter(named), None) or _label(complete, distinct, n)
-    label = label or guessed
+    times = chosen or (None if label or named else survival_labels(table, complete, distinct))
+    guessed = None if label else next(iter(named), None) or (times and times[1]) or _label(complete, distinct, n)
+    label = times[1] if times else label or guessed
     if label is None:
         raise ConfigError(
             f"{path}: no column without missing values looks like a label (a few values that repeat). Set --label to "
@@ -81,7 +84,8 @@ def set_table_fields(
             f"{path}: {table.column(label).null_count} of {n} rows have no value in the label column {label}. Remove "
             "these rows, or set --label to another column."
         )
-    owners = client_columns(table, [c for c in columns if c not in (label, *nested, files)], distinct, clients)
+    labels = times or (label,)
+    owners = client_columns(table, [c for c in columns if c not in (*labels, *nested, files)], distinct, clients)
     owners = owners._replace(chosen=owners.chosen or files)
     guess = ", chosen by its name or its few values; --label sets another" if guessed else ""
     gaps = [
@@ -92,7 +96,9 @@ def set_table_fields(
         inferred.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
     inferred.set("data", data)
     inferred.set("label", label, f"{distinct[label]} values; --label sets another column")
-    is_number = label not in named and is_numeric(table.column(label).type)
+    if times:
+        set_survival_labels(inferred, table, *times, guessed is not None)
+    is_number = not times and label not in named and is_numeric(table.column(label).type)
     if is_number and (distinct[label] > MOST_CLASSES or (_numbers(table.column(label)) % 1 != 0).any()):
         inferred.set("task", "regression", "predict a number, not a class")
     if images:
@@ -104,7 +110,7 @@ def set_table_fields(
         _set_partition(inferred, owners, distinct, table)
         inferred.set("model", "cnn", "unskew models lists all models")
         return
-    rest = [c for c in columns if c not in (label, owners.chosen, files)]
+    rest = [c for c in columns if c not in (*labels, owners.chosen, files)]
     constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
     rest = [c for c in rest if c not in (*constant, *owners.named)]
     numbers = [c for c in rest if is_numeric(table.column(c).type)]
@@ -149,7 +155,8 @@ def set_table_fields(
             "missing", "indicator", "missing numbers are replaced by the mean and marked by an additional input"
         )
     _set_partition(inferred, owners, distinct, table)
-    inferred.set("model", "table-mlp" if categories else "mlp", "unskew models lists all models")
+    model = "proportional" if times else "table-mlp" if categories else "mlp"
+    inferred.set("model", model, "unskew models lists all models")
 
 
 def _set_partition(inferred: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], table: Any) -> None:

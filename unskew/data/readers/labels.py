@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from unskew.data.readers.names import clean_names
 from unskew.errors import ConfigError, DataError
 from unskew.filesystem import parse_json
 from unskew.tasks.base import Task
+from unskew.tasks.survival_columns import FEWEST_TIMES, is_event_name, is_time_name
+
+LOG = logging.getLogger("unskew")
 
 
 class EncodedLabels(NamedTuple):
@@ -74,6 +78,26 @@ def read_labels(
     return EncodedLabels(names, ys, "multilabel")
 
 
+def warn_of_ignored_times(table: Any, label: str, classes: int) -> None:
+    """Warn of a classification of an event next to a column of times, which ignores that rows are censored.
+
+    Args:
+        table: Training rows.
+        label: Name of the label column.
+        classes: Number of classes.
+    """
+    if classes != 2 or not is_event_name(label):
+        return
+    for name in table.column_names:
+        if name != label and is_time_column(table.column(name), name):
+            LOG.warning(
+                "the label %s looks like the event of the times in %s; a classification ignores that rows are censored. Use "
+                "task: survival with label: %s,%s, or exclude %s",
+                *(label, name, name, label, name),
+            )
+            return
+
+
 def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -> list[np.ndarray]:
     """Read columns of numbers to predict as float64 ``[n, T]``, for each part.
 
@@ -109,6 +133,19 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -
         targets |= {c: task.encode_column(i, c, part.column(c).to_pylist(), where) for c, i in coded.items()}
         ys.append(np.column_stack([targets[column] for column in columns]))
     return ys
+
+
+def is_time_column(column: Any, name: str) -> bool:
+    """Return whether a column looks like times until an event: its name, and many numbers of which none is negative.
+
+    Args:
+        column: Values of the column.
+        name: Name of the column.
+    """
+    if not is_time_name(name) or not is_numeric(column.type) or pa.types.is_boolean(column.type):
+        return False
+    values = column.drop_null().cast(pa.float64(), safe=False).to_numpy()
+    return bool(len(np.unique(values)) > FEWEST_TIMES and np.isfinite(values).all() and (values >= 0).all())
 
 
 def is_list_type(kind: Any) -> bool:

@@ -29,7 +29,7 @@ from unskew.data.readers.column_roles import (
 )
 from unskew.data.readers.encoders import Encoder, distinct_values, read_columns
 from unskew.data.readers.images import convert_channels, decode_column, is_binary, resize_images
-from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets, warn_of_ignored_times
 from unskew.data.spec import Split
 from unskew.data.splits import check_no_shared_groups, test_row_mask
 from unskew.data.validation import as_targets, check_classes
@@ -203,6 +203,8 @@ def source_from_tables(
         columns = {f"{name}, {where}": part.column(label) for where, part in parts.items()}
         names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)
         check_not_continuous(name, label, train, len(names), task)
+        if was_chosen:
+            warn_of_ignored_times(train, label, len(names))
     check_classes(names, name, task)
     encoders: tuple[Encoder, ...] = ()
     if image is None:

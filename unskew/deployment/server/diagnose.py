@@ -33,6 +33,7 @@ from unskew.measurements.feature_skew import FeatureSkew
 from unskew.measurements.heterogeneity import METRICS, GradientSkew, HeterogeneityMeasurement
 from unskew.measurements.label_skew import LabelSkew
 from unskew.measurements.site_differences import WIDEST, LabelVariance, SiteDifferences, input_columns, site_rows
+from unskew.measurements.survival_tables import SurvivalTables
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import SimulatedExchange, with_remaining
@@ -236,6 +237,7 @@ def choose_statistics(names: Collection[str], config: Experiment, reference: Fed
         if config.ranges
         else "the experiment has no ranges. Add the ends of the histograms to it, such as ranges: {age: [0, 120]}",
         "features": "the inputs are texts" if reference.test[0].dtype == torch.int64 else "",
+        "survival": "" if "survival" in reference.objective.statistics else "the task has no survival times",
     }
     for name in names:
         if name not in PERMISSIONS:
@@ -245,12 +247,13 @@ def choose_statistics(names: Collection[str], config: Experiment, reference: Fed
     return tuple(name for name in PERMISSIONS if (name in names if names else not reasons.get(name)))
 
 
-def chosen_statistics(run: ResolvedRun, chosen: Collection[str]) -> dict[str, Statistic]:
+def chosen_statistics(run: ResolvedRun, chosen: Collection[str], masked: bool) -> dict[str, Statistic]:
     """Return the statistics of the permissions, by name.
 
     Args:
         run: Data and model that the sites have agreed on.
         chosen: Permissions.
+        masked: Whether only sums over the sites are known.
     """
     fed, config = run.federation, run.config
     x, y = fed.test
@@ -272,6 +275,9 @@ def chosen_statistics(run: ResolvedRun, chosen: Collection[str]) -> dict[str, St
             wide = sum(count or 1 for count in codes) > WIDEST
             used = () if wide else tuple(codes)
             statistics["label variance"] = LabelVariance(used, center[: len(used)], fed.classes)
+    if "survival" in chosen:
+        constants = fed.objective.constants
+        statistics["survival"] = SurvivalTables(constants["cuts"][-1], constants["horizons"], masked)
     if "gradients" in chosen:
         statistics["gradients"] = GradientSkew(run.spec.size)
     return statistics
@@ -282,7 +288,7 @@ def _diagnose(
 ) -> tuple[RecordedExchange, SitesDiagnosis]:
     """Ask for statistics, and compute the diagnosis."""
     fed, config = run.federation, run.config
-    statistics = chosen_statistics(run, chosen)
+    statistics = chosen_statistics(run, chosen, exchange.exchange.masked)
     sums = collect(exchange, statistics)
     labels = dict.fromkeys(
         (
@@ -300,6 +306,10 @@ def _diagnose(
         hidden = exchange.exchange.masked
         shown = [None if hidden and 0 < count < LEAST_COUNT else count for count in counts]
         classes = dict(zip(fed.names, shown, strict=True))
+    sites, compared = _site_table(exchange, run), statistics.get("survival")
+    if isinstance(compared, SurvivalTables):
+        replies = {k: own["counts"].numpy() for k, own in exchange.of_clients("survival_table").items()}
+        sites = sites.compared(compared.comparison(*sums["survival"], replies, exchange.exchange.num_samples))
     summary = statistics.get("columns")
     columns = summary.rows(*sums["columns"]) if isinstance(summary, ColumnSummary) else []
     details = {
@@ -321,7 +331,7 @@ def _diagnose(
         details,
         labels,
         [HeterogeneityMeasurement("initial model", metrics)],
-        _site_table(exchange, run),
+        sites,
         AdviceContext(config, fed, None, run.spec, False),
     )
     return exchange, SitesDiagnosis(report, columns, classes, [*hidden_counts(exchange, run), *_notes(chosen)])
@@ -360,7 +370,7 @@ def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
         run: Data that the sites have agreed on.
     """
     notes = []
-    names = {"histogram": "quartiles", "missing": "missing values"}
+    names = {"histogram": "quartiles", "missing": "missing values", "survival_table": "survival times"}
     if few := [f"{exchange.hidden[kind]} counts of {name}" for kind, name in names.items() if exchange.hidden[kind]]:
         notes.append(
             f"Sites hide {' and '.join(few)}, because few rows are behind them (min_count in site.yaml); what is shown "

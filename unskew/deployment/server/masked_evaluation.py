@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -33,9 +34,11 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
         level: Level of the intervals.
     """
     classes = inputs.classes if "one_class" in inputs.objective.provides else 0
-    (sums,) = exchange(
-        [SumRequest("scores", {"classes": classes, "tally": empty_tally(inputs).numel()}, {"v": v, "b": b})]
-    )
+    args: dict[str, Any] = {"classes": classes, "tally": empty_tally(inputs).numel()}
+    table, further = inputs.objective.held_out_sums(np.zeros((0, 2)), np.zeros((0, inputs.classes)))
+    if table.size:
+        args |= {"table": [*table.shape], "further": len(further)}
+    (sums,) = exchange([SumRequest("scores", args, {"v": v, "b": b})])
     support = reported_support(sums["confusion"].sum(1).tolist(), MIN_COUNT)
     labeled = dict(zip(inputs.names, (int(c) if c.isdigit() else c or None for c in support), strict=False))
     n = int(sums["confusion"].sum()) if classes else int(sums["sums"][0])
@@ -76,6 +79,9 @@ def metrics_from_sums(sums: Sums, inputs: InputSpec, level: float) -> dict[str, 
     measured = task.measure(sums["sums"][TALLIES:].reshape(empty_tally(inputs).shape), loss)
     found: dict[str, tuple[float, Interval]] = {task.scored: (measured.pop(task.scored, correct / predictions), None)}
     found |= {name: (value, None) for name, value in {"loss": loss, **measured}.items()}
+    if "table" in sums:
+        of_table = task.metrics_of_sums(sums["table"].numpy(), sums["further"].numpy())
+        found |= {name: (value, None) for name, value in of_table.items()}
     if "one_class" in task.provides:
         cells, confusion, probabilities = (sums[name].numpy() for name in ("cells", "confusion", "probabilities"))
         metrics = replace(inputs.metrics, level=level)

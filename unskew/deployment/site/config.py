@@ -18,6 +18,7 @@ from unskew.data.spec import ColumnName, ColumnNames
 from unskew.deployment.common.agreement import LONGEST_SOCKET, NAME, experiment_digest, parse_address
 from unskew.deployment.secagg.roster import SigningIdentity
 from unskew.errors import ConfigError, plain_message, short_repr
+from unskew.sums.registry import PERMISSIONS
 
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
@@ -54,10 +55,17 @@ class OwnData(Section):
     """Columns that are not inputs."""
 
 
+def known_permission(name: str) -> str:
+    """Validate the name of a permission for statistics (raises ``ValueError`` otherwise)."""
+    if name not in PERMISSIONS:
+        raise ValueError(f"it must be one of {', '.join(PERMISSIONS)}")
+    return name
+
+
 class StatisticsRules(Section):
     """Statistics that a site sends about its training samples; none by default. Training needs no entry here."""
 
-    allow: tuple[Literal["counts", "missing", "histograms", "moments", "features", "gradients"], ...] = ()
+    allow: tuple[Annotated[str, AfterValidator(known_permission)], ...] = ()
     """``counts``, ``missing``, ``histograms``, ``moments``, ``features`` and ``gradients``. ``unskew deploy
     check`` prints what each of them sends."""
     min_count: Annotated[int, Field(ge=1)] = 10

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import ClientData, Federation
-from unskew.data.load import load_partitioned, load_source_for
+from unskew.data.load import load_partitioned, load_source_for, task_options
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import Partition
 from unskew.data.partitioned import PartitionedSource, rows_of_table
@@ -115,7 +115,7 @@ class SiteData:
             raise DataError(f"{self.who} has no training samples.")
         if "counts" in reference.objective.provides and source.task == reference.task:
             relabel(self.train.y[:0], source.class_names, reference.class_names, self.who)
-        if TASKS[source.task].numeric_labels and source.class_names != reference.class_names:
+        if TASKS[source.task].standardized and source.class_names != reference.class_names:
             raise ConfigError(
                 f"{self.who} has the targets {', '.join(source.class_names)}, but the server has "
                 f"{', '.join(reference.class_names)}."
@@ -159,7 +159,7 @@ def schema_from_own_data(samples: SiteData, config: Experiment) -> DataSchema:
         samples: Data of the site.
         config: The experiment.
     """
-    source, first = samples.source, samples.train
+    source, first = replace(samples.source, trained_for=samples.source.objective.of_one_site), samples.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
     spec = config.data_spec.model_copy(update={"partition": "iid"})
@@ -195,6 +195,7 @@ def load_site_data(
         source = load_source(
             name, path=data_path, label=data.label, image=data.image, size=data.image_size, choice=choice
         )
+        source = replace(source, trained_for=choice.objective)
     else:
         spec = DataSpec(
             data=name,
@@ -233,6 +234,7 @@ def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[En
         agreed=True,
         split=parse_split(experiment.split_by) if experiment.split_by is not None else (),
         sorts=experiment.partition.startswith("sorted"),
+        options=task_options(experiment.data_spec),
     )
     if not columns:
         return choice

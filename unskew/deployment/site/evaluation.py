@@ -217,7 +217,7 @@ def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
     Raises:
         InvalidMessageError: If the model does not have the size of the experiment's.
     """
-    data, task = work.data, work.evaluator.task
+    data, task, empty = work.data, work.evaluator.task, np.zeros(0, np.int64)
     v, b = check_model({"v": v, "b": b}, work)
     if not len(data.y_test):
         tally = task.tally(torch.zeros(1, work.original.classes), data.y[:1])  # for its size
@@ -226,10 +226,15 @@ def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
             np.zeros((0, work.original.classes)),
             np.zeros(0, int),
         )
-        return HeldOutScores(sums, p, y, y)
+        return HeldOutScores(sums, p, y, y, *task.held_out_sums(np.zeros((0, *data.y.shape[1:])), p))
     sums, logits = work.evaluator.client_sums(v, b, data)
+    if task.ranked:
+        sums[1] = 0  # single rows are not correct or wrong
+        return HeldOutScores(
+            sums, np.zeros((0, 0)), empty, empty, *task.held_out_sums(*truth_and_scores(task, logits, data.y_test))
+        )
     if "one_class" not in task.provides:
-        return HeldOutScores(sums, np.zeros((0, 0)), np.zeros(0, np.int64), np.zeros(0, np.int64))
+        return HeldOutScores(sums, np.zeros((0, 0)), empty, empty)
     y, p = truth_and_scores(task, logits, data.y_test)
     return HeldOutScores(sums, p, y, every_metric(work, LEVEL).decided(p))
 

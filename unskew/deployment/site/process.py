@@ -142,7 +142,7 @@ class SiteProcess:
             check_schema_arguments(requests, work.reference)
             for one in requests:
                 if one.kind == "fisher":
-                    check_needed([one], work.config)
+                    check_needed([one], work.config, rows)
                     check_coefficients_request(one, work.config, work.original, rows)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
@@ -221,7 +221,7 @@ class SiteProcess:
             raise InvalidMessageError("it asks for sums, which noise at the sites does not protect")
         experiment = self.experiments.config(digest)
         masked = experiment.secure_aggregation == "required"
-        check_needed(requests, experiment)
+        check_needed(requests, experiment, rows)
         ledger = self.config.path("state", self.folder) / LEDGER
         if self.experiments.limited[digest]:
             DataLedger(ledger, run, self.config.max_runs).admit()

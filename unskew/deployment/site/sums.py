@@ -13,7 +13,9 @@ import torch
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
+from unskew.data.load import task_of_spec
 from unskew.data.readers.encoders import category_counts
+from unskew.data.spec import DataSpec
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import min_sites
@@ -35,23 +37,35 @@ FEWEST = 5.0
 """Smallest effective number of rows in the sums for coefficients."""
 
 
-def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
+FITTING = ("survival_times", "survival")
+"""Kinds of sums for which only a task asks."""
+
+
+def check_needed(requests: Sequence[SumRequest], config: Experiment, rows: ClientRows) -> None:
     """Validate that an experiment needs the sums that no permission of the site covers.
 
     Args:
         requests: Requests of one message.
         config: Experiment that the site has agreed to.
+        rows: Training rows of the site.
 
     Raises:
         ConfigError: If it does not need one of them.
     """
     needed = {"classes": config.class_weights == "balanced", "fisher": config.coefficients}
     needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
+    needed |= {one.kind: fits_with(config.data_spec, one, rows) for one in requests if one.kind in FITTING}
     wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
     if wrong is not None:
         raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")
     if sum(SUMS[one.kind].scores_model for one in requests) > 1:
         raise ConfigError("A message asks for the scores of one model only.")
+
+
+def fits_with(spec: DataSpec, request: SumRequest, rows: ClientRows) -> bool:
+    """Return whether the task of an experiment is fitted with a sum."""
+    task = task_of_spec(spec)
+    return task is not None and rows.y is not None and task.asks(request.kind, request.args, rows.y)
 
 
 def check_schema_arguments(requests: Sequence[SumRequest], reference: DataSchema) -> None:
@@ -160,6 +174,13 @@ def masked_reply(
     )
 
 
+def described(request: SumRequest, rows: ClientRows, lines: list[str]) -> Sums:
+    """Return the summands of a site, and add their description to the lines for its administrator."""
+    ((own,), kind) = own_sums(rows, [request]), SUMS[request.kind]
+    lines.append(f"{kind.describe(request)}; {num_bytes(own)} bytes")
+    return own
+
+
 def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
     """Describe, for the administrator of a site, the statistics that the experiment itself needs from the site.
 
@@ -178,6 +199,8 @@ def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
     if config.class_weights == "balanced":
         lines.append("number of samples of each class")
+    if rows.y is not None and (task := task_of_spec(config.data_spec)) is not None:
+        task.of_one_site.fit(lambda kind, args, tensors: described(SumRequest(kind, args, tensors), rows, lines))
     if config.coefficients:
         lines.append("up to 22 times, after the last round: score and information of a logistic regression")
     return lines

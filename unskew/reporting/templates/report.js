@@ -70,6 +70,7 @@
       this.boxes();
       this.evaluation();
       this.classifier();
+      this.survival();
     }
 
     show(role, traces, more, describe) {
@@ -211,6 +212,30 @@
       this.show("classifier", traces, {
         uirevision: kind, xaxis: { title: { text: xTitle } }, yaxis: { title: { text: yTitle } }, shapes: kind === "pr" ? [] : [chance],
       }, `${yTitle} against ${xTitle} on the test set, a line per method.`);
+    }
+
+    survival() {
+      const kind = this.chosen("survived"), who = this.chosen("who");
+      if (!kind) return;
+      const { observed, predicted, calibration } = this.content.survival, curve = kind === "curve";
+      const named = (line, name, style, shape) => ({
+        ...line, name: plain(name), mode: curve ? "lines" : "lines+markers", line: { ...style, width: 2, shape }, marker: { ...style, size: 6 },
+        hovertemplate: `<b>${plain(name)}</b><br>%{x:.4~g}: %{y:.3f}<extra></extra>`,
+      });
+      const lines = curve ? predicted[who] || {} : calibration[kind];
+      const traces = this.methods().filter((one) => lines[one.label])
+        .map((one) => named(lines[one.label], one.label, { color: one.color, dash: curve ? "dash" : one.dash, symbol: SYMBOLS[one.marker] }));
+      if (curve) {
+        const faded = who === "" ? 0.5 : 1;
+        Object.entries(observed).filter(([name]) => [name, ""].includes(who))
+          .forEach(([name, line]) => traces.push({ ...named(line, name, { color: color("--ink") }, "hv"), opacity: faded }));
+      }
+      const [xTitle, yTitle] = curve ? ["time", "survival"] : [`mean predicted risk at ${kind}`, "observed risk"];
+      const equal = { type: "line", x0: 0, y0: 0, x1: 1, y1: 1, line: { color: color("--soft"), width: 1, dash: "dash" } };
+      this.show("survival", traces, {
+        uirevision: `${kind} ${who}`, xaxis: { title: { text: xTitle } },
+        yaxis: { title: { text: yTitle }, ...(curve ? { range: [0, 1.02] } : {}) }, shapes: curve ? [] : [equal],
+      }, `${yTitle} against ${xTitle}, a line per method or client.`);
     }
 
     evaluation() {
