@@ -63,24 +63,26 @@ class EarlyStopping:
         """Compute validation metrics on the evaluated clients' held-out samples.
 
         These are ``validation_accuracy`` (or ``validation_r2``), ``validation_loss`` and the objective. Each held-out
-        sample has the same weight; the objective ``worst_client`` is the accuracy of the worst client.
+        sample has the same weight; the objective ``worst_client`` is the accuracy of the worst client. A metric that ranks
+        samples is that of all clients' held-out samples together; it is missing if it is undefined.
         """
         if not (self.selects or self.worst):
             return {}
         v, b = server.selection.evaluated
         scored = self.evaluator.task.scored
         name = self.objective.name
-        others = name not in (scored, "loss", WORST)
+        ranked = self.evaluator.task.ranked  # the primary metric compares samples, also those of different clients
+        others = ranked or name not in (scored, "loss", WORST)
         scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=others)
         worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
         if not self.selects:
             return worst
         sizes = [len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids]
-        return {
-            f"validation_{scored}": float(np.average(scores.accuracies, weights=sizes)),
-            "validation_loss": float(np.average(scores.losses, weights=sizes)),
-            **({self.score: scores.pooled[name]} if others else worst),
-        }
+        pooled = {**scores.pooled, "loss": float(np.average(scores.losses, weights=sizes))}
+        if not ranked:
+            pooled[scored] = float(np.average(scores.accuracies, weights=sizes))
+        names = dict.fromkeys((scored, "loss", *((name,) if others and not self.worst else ())))
+        return {validation_metric_name(own): pooled[own] for own in names if own in pooled} | worst
 
     @property
     def best(self) -> dict[str, Any] | None:

@@ -271,7 +271,8 @@ class Evaluator:
             if logits_list is not None and (self.metrics or self.task.ranked):
                 y = torch.cat(targets).to(self.model.device)
                 pooled_metrics |= self._of_all(logits_list, y, "the held-out samples of the clients")
-            pooled_metrics.pop(scored, None)
+            if not self.task.ranked:
+                pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 
     def evaluate_client(self, v: Tensor, b: Tensor, client: ClientData, each: bool = False) -> Score:
