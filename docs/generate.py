@@ -64,6 +64,7 @@ SHARING = ("run", "compare", "tune", "diagnose", "partition")
 LINKS = {
     "data": ("sources", "data.md#sources"),
     "task": ("regression", "tables.md#numbers-as-outcomes"),
+    "survival.event": ("survival analysis", "survival.md#configuration"),
     "categories": ("mixed columns", "tables.md#columns"),
     "label_separator": ("several labels", "data.md#several-labels-a-sample"),
     "features": ("tables", "data.md#tables"),

@@ -4,8 +4,12 @@ import numpy as np
 import pytest
 import torch
 
-from unskew.sums.fisher import fisher_sums
+from unskew.errors import DataError
+from unskew.sums.base import ClientRows, SumRequest
+from unskew.sums.fisher import fisher_sums, hazard_sums
+from unskew.sums.registry import SUMS
 from unskew.tasks.coefficients import NoEstimateError, newton
+from unskew.tasks.survival import Survival
 
 
 def maximum_likelihood(x, y):
@@ -107,3 +111,72 @@ def test_linearly_dependent_columns_are_named():
         NoEstimateError, match=r"linearly dependent in the training rows: \(intercept\), male, twice\. "
     ):
         newton(summed(parts), [*NAMES, "twice"])
+
+
+CUTS = np.array([20.0, 60.0, 200.0])
+# statsmodels 0.15.0, a row for each bin that a patient reaches, with indicators of the bins: GLM(events, x,
+# family=Poisson(), offset=log(time in the bin)).fit(tol=1e-14).params and .bse, on the rows of patients()
+POISSON = (-5.1294671490742925, -4.8973916622786815, -4.348538813602727, -0.002305615962814518, 0.003801706188422689)
+ERRORS = (0.3099613806352956, 0.2724074141716665, 0.25414571270471487, 0.007657863361997575, 0.0506012816567117)
+
+
+def patients():
+    """Columns, times and events of 200 patients."""
+    i = np.arange(200)
+    age, dose = i * 37 % 41, i * 13 % 7
+    return np.column_stack([age, dose]).astype(float), 1.0 + (i * 61 % 97) * (1 + dose % 2), i * 7 % 10 < 6
+
+
+def summed_hazards(parts, offsets):
+    def total(beta):
+        sums = [hazard_sums(*part, CUTS, offsets, beta) for part in parts]
+        return {name: torch.stack([own[name] for own in sums]).sum(0) for name in sums[0]}
+
+    return total
+
+
+def test_proportional_hazards_over_sites_are_a_poisson_regression_of_all_rows():
+    x, time, event = patients()
+    parts = [(x[k::3] - x.mean(0), time[k::3], event[k::3]) for k in range(3)]
+    offsets = np.array([-5.0, -4.5, -5.0])
+    estimate = newton(summed_hazards(parts, offsets), ["1", "2", "3", "age", "dose"])
+    change = np.eye(5)
+    change[:3, 3:] = -x.mean(0)
+    beta = change @ (estimate.beta + np.append(offsets, [0, 0]))
+    assert beta == pytest.approx(POISSON, rel=1e-6)
+    assert np.sqrt(np.diag(change @ estimate.covariance @ change.T)) == pytest.approx(ERRORS, rel=1e-6)
+    assert estimate.sums["counts"].tolist() == [200, event.sum()]
+
+
+def test_sums_of_hazards_are_derivatives_of_the_piecewise_loss():
+    """The loss of the task with the same hazards is minus the log likelihood."""
+    x, time, event = patients()
+    rates, beta = (0.01, 0.02, 0.005), torch.tensor([0.2, -0.1, 0.3, 0.01, -0.05], dtype=torch.float64)
+    task = Survival(cuts=tuple(CUTS), rates=rates, shares=(0.1, 0.1, 0.1))
+    columns, y = torch.from_numpy(x), torch.from_numpy(np.stack([time, event], 1))
+
+    def log_likelihood(beta):
+        return -task.losses(beta[:3] + (columns @ beta[3:])[:, None], y).sum()
+
+    own = hazard_sums(x, time, event, CUTS, np.log(rates), beta.numpy())
+    assert float(own["log_likelihood"]) == pytest.approx(float(log_likelihood(beta)), rel=1e-12)
+    score = torch.autograd.functional.jacobian(log_likelihood, beta)
+    assert own["score"].numpy() == pytest.approx(score.numpy(), rel=1e-10)
+    hessian = torch.autograd.functional.hessian(log_likelihood, beta)
+    assert own["information"].numpy() == pytest.approx(-hessian.numpy(), rel=1e-10, abs=1e-10)
+
+
+def test_a_request_without_survival_times_is_rejected():
+    tensors = {
+        "cuts": torch.tensor([1.0, 2.0]),
+        "offsets": torch.zeros(2),
+        "center": torch.zeros(1),
+        "beta": torch.zeros(3),
+    }
+    request = SumRequest("fisher", {"codes": [0], "kept": [True]}, {name: t.double() for name, t in tensors.items()})
+    with pytest.raises(DataError, match="other inputs"):
+        SUMS["fisher"].compute(ClientRows(x=torch.zeros(3, 1), y=torch.zeros(3)), request)
+    rows = ClientRows(x=torch.zeros(3, 1), y=torch.tensor([[0.5, 1.0], [1.5, 0.0], [9.0, 1.0]]))
+    own = SUMS["fisher"].compute(rows, request)
+    SUMS["fisher"].check(request, own)
+    assert own["counts"].tolist() == [3, 1]

@@ -178,8 +178,8 @@ class Experiment(DataSpec):
     save_samples: Annotated[bool, EVALUATION] = False
     """Plot the inputs that clients generate in the last round into the run folder, for methods that generate inputs."""
     coefficients: Annotated[bool, EVALUATION] = False
-    """After the last round, compute the coefficients of a logistic regression of all training rows, with 95 % intervals
-    and odds ratios (``coefficients.json``)."""
+    """After the last round, compute the coefficients of a logistic regression, or of proportional hazards for survival, over
+    all training rows, with 95 % intervals and odds or hazard ratios (``coefficients.json``)."""
     target: Annotated[Annotated[float, Field(allow_inf_nan=False)] | None, EVALUATION] = None
     """Value of the objective; the run reports the number of rounds needed to reach it."""
     trackers: Annotated[tuple[str, ...], TRACKER] = ()

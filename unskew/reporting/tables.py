@@ -340,14 +340,15 @@ def coefficient_table(content: Mapping[str, Any]) -> Table:
     Args:
         content: Content of the file.
     """
-    names = ("coefficient", "standard_error", "z", "p_value", "odds_ratio", "odds_ratio_low", "odds_ratio_high")
-    rows = []
+    ratios = [name for row in content["coefficients"][:1] for name in row if "_ratio" in name]
+    names, rows = ("coefficient", "standard_error", "z", "p_value", *ratios), []
     for row in content["coefficients"]:
         name, category = row["column"], row["category"]
         title = name if category is None else f"{name}: {category} (against {content['references'][name]})"
         cells = [Cell("-") if row[key] is None else Cell(f"{row[key]:.4g}", row[key]) for key in names]
         rows.append([Cell(title), *cells])
-    caption = f"Odds ratios of {content['event']} ({content['events']} of {content['rows']} training rows)"
+    ratio = "Odds" if "odds_ratio" in ratios else "Hazard"
+    caption = f"{ratio} ratios of {content['event']} ({content['events']} of {content['rows']} training rows)"
     return Table("coefficients", caption, ["column", *(name.replace("_", " ") for name in names)], rows)
 
 

@@ -62,27 +62,29 @@ class EarlyStopping:
     def round_metrics(self, server: Server) -> dict[str, float]:
         """Compute validation metrics on the evaluated clients' held-out samples.
 
-        These are ``validation_accuracy`` (or ``validation_r2``), ``validation_loss`` and the objective. Each held-out
-        sample has the same weight; the objective ``worst_client`` is the accuracy of the worst client. A metric that ranks
-        samples is that of all clients' held-out samples together; it is missing if it is undefined.
+        These are ``validation_accuracy`` (or another primary metric), ``validation_loss`` and the objective. Each held-out
+        sample has the same weight, and a ranking is one of the samples of all clients; the objective ``worst_client`` is the
+        primary metric of the worst client.
         """
         if not (self.selects or self.worst):
             return {}
         v, b = server.selection.evaluated
         scored = self.evaluator.task.scored
         name = self.objective.name
-        ranked = self.evaluator.task.ranked  # the primary metric compares samples, also those of different clients
-        others = ranked or name not in (scored, "loss", WORST)
-        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=others)
-        worst = {WORST: float(scores.accuracies.min())} if self.worst else {}
+        others = name not in (scored, "loss", WORST)
+        pooled = others or self.evaluator.task.ranked
+        scores = self.evaluator.evaluate_clients(v, b, self.config.eval_clients, self.config.seed, pooled=pooled)
+        known = np.isfinite(scores.accuracies) | ~np.array(self.evaluator.task.ranked)  # a ranking may be undefined
+        worst = {WORST: float(scores.accuracies[known].min()) if known.any() else np.nan} if self.worst else {}
         if not self.selects:
             return worst
-        sizes = [len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids]
-        pooled = {**scores.pooled, "loss": float(np.average(scores.losses, weights=sizes))}
-        if not ranked:
-            pooled[scored] = float(np.average(scores.accuracies, weights=sizes))
-        names = dict.fromkeys((scored, "loss", *((name,) if others and not self.worst else ())))
-        return {validation_metric_name(own): pooled[own] for own in names if own in pooled} | worst
+        sizes = np.array([len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids])
+        mean = float(np.average(scores.accuracies[known], weights=sizes[known])) if known.any() else np.nan
+        return {
+            f"validation_{scored}": scores.pooled.get(scored, mean),
+            "validation_loss": float(np.average(scores.losses, weights=sizes)),
+            **({self.score: scores.pooled[name]} if others else worst),
+        }
 
     @property
     def best(self) -> dict[str, Any] | None:

@@ -144,10 +144,6 @@ class LogRankTerm(SurvivalStatistic):
         """Return dtype and shape of each tensor."""
         return {"term": (torch.float64, (2,))}
 
-    def cells(self, request: SumRequest) -> tuple[str, ...]:
-        """Return the names of the tensors that count rows."""
-        return ()
-
     def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
         """Return the edges of the cells, and the hazards."""
         hazard = request.tensor("hazard", len(self.edges(request)) - 1)

@@ -78,6 +78,12 @@ class Task:
     statistics: ClassVar[tuple[str, ...]] = ()
     """Permissions of statistics about the targets of clients that only this task has."""
 
+    linear_model: ClassVar[str] = ""
+    """Name of the model whose coefficients have intervals (``coefficients``); empty if there is none."""
+
+    ratio: ClassVar[str] = ""
+    """What the exponential of such a coefficient multiplies: ``odds`` or ``hazard``."""
+
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
 

@@ -56,6 +56,8 @@ class Classification(Task):
     Attributes:
         name: Name of the task.
         provides: What the task provides of a sample.
+        linear_model: Model whose coefficients have intervals.
+        ratio: What the exponential of a coefficient multiplies.
         requestable: Metrics that a run may request.
         weights: Class weights, by which the loss of each sample is multiplied; empty means no weights.
         trained_with: Class weights of the training, for which probabilities and loss are corrected; empty means none.
@@ -63,6 +65,8 @@ class Classification(Task):
 
     name: ClassVar[str] = "classification"
     provides: ClassVar[frozenset[str]] = frozenset(("one_class", "counts", "vector"))
+    linear_model: ClassVar[str] = "logistic"
+    ratio: ClassVar[str] = "odds"
     requestable: ClassVar[tuple[str, ...]] = tuple(METRICS)
 
     weights: tuple[float, ...] = ()

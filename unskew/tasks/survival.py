@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -70,6 +71,8 @@ class Survival(Task):
         draws_clients: Whether ``client_curve`` returns a curve.
         outcome: Name of the outcome.
         statistics: Permissions of statistics of survival times.
+        linear_model: Model whose coefficients have intervals.
+        ratio: What the exponential of a coefficient multiplies.
         requestable: Metrics that a run may request.
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
@@ -96,6 +99,8 @@ class Survival(Task):
     ranked: ClassVar[bool] = True
     draws_clients: ClassVar[bool] = True
     outcome: ClassVar[str] = "event"
+    linear_model: ClassVar[str] = "proportional"
+    ratio: ClassVar[str] = "hazard"
     statistics: ClassVar[tuple[str, ...]] = ("survival",)
     requestable: ClassVar[tuple[str, ...]] = ("uno", "ibs", "brier", "risk_gap")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss",)
@@ -129,11 +134,12 @@ class Survival(Task):
         found = {name: tuple(map(float, values)) for name, values in constants.items()}
         if {*found} != {*self.constants}:
             raise ValueError("the constants are not those of survival analysis")
-        discrete, event = found.pop("discrete"), "".join(chr(int(code)) for code in found.pop("event"))
+        discrete, codes = found.pop("discrete"), found.pop("event")
         cuts, rates, shares = (found[name] for name in ("cuts", "rates", "shares"))
         fits = (
             discrete in ((0.0,), (1.0,))
-            and len(cuts) == len(rates) == len(shares) == classes
+            and all(0 < code <= sys.maxunicode and code == int(code) for code in codes)
+            and len(cuts) == len(rates) == len(shares) == classes > 0
             and all(a < b < math.inf for a, b in zip((0.0, *cuts), cuts, strict=False))
             and all(0 < rate < math.inf for rate in rates)
             and all(0 < share < 1 for share in shares)
@@ -145,6 +151,7 @@ class Survival(Task):
             raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
         kind = "discrete" if discrete[0] else "piecewise"
         horizons, censoring = found["horizons"], found["censoring"]
+        event = "".join(chr(int(code)) for code in codes)
         return Survival(event or None, cuts[-1], cuts, horizons, True, kind, cuts, rates, shares, censoring)
 
     @property
@@ -203,6 +210,11 @@ class Survival(Task):
         y = y.to(torch.float64)
         time, event = y.unbind(1)
         swapped = bool(((time == 0) | (time == 1)).all()) and not bool(((event == 0) | (event == 1)).all())
+        if len(y) >= FEW * 2 and len({*time.tolist()}) == 2:
+            raise DataError(
+                f"The times of {who} have only two values, {number_text(float(time.min()))} and "
+                f"{number_text(float(time.max()))}. Write the time first, then the event, as in label: days,event."
+            )
         for bad, what in (
             (~time.isfinite(), "a time that is missing or infinite"),
             (time < 0, "a negative time"),

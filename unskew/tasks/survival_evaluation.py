@@ -83,7 +83,7 @@ class SurvivalPredictions:
     @property
     def edges(self) -> np.ndarray:
         """Equally spaced times from 0 to the last one at which metrics are weighted."""
-        edges = np.append(0.0, self.censoring.times)
+        edges = grid_edges(self.cuts[-1])
         return edges[edges <= last_time(self.censoring, edges)]
 
     @property

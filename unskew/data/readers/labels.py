@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -78,18 +78,19 @@ def read_labels(
     return EncodedLabels(names, ys, "multilabel")
 
 
-def warn_of_ignored_times(table: Any, label: str, classes: int) -> None:
+def warn_of_ignored_times(table: Any, label: str, classes: int, excluded: Collection[str]) -> None:
     """Warn of a classification of an event next to a column of times, which ignores that rows are censored.
 
     Args:
         table: Training rows.
         label: Name of the label column.
         classes: Number of classes.
+        excluded: Columns that are not inputs.
     """
     if classes != 2 or not is_event_name(label):
         return
     for name in table.column_names:
-        if name != label and is_time_column(table.column(name), name):
+        if name != label and name not in excluded and is_time_column(table.column(name), name):
             LOG.warning(
                 "the label %s looks like the event of the times in %s; a classification ignores that rows are censored. Use "
                 "task: survival with label: %s,%s, or exclude %s",

@@ -204,7 +204,7 @@ def source_from_tables(
         names, ys, task = read_labels(columns, label, metadata_class_names(train, label), label_separator)
         check_not_continuous(name, label, train, len(names), task)
         if was_chosen:
-            warn_of_ignored_times(train, label, len(names))
+            warn_of_ignored_times(train, label, len(names), choice.exclude)
     check_classes(names, name, task)
     encoders: tuple[Encoder, ...] = ()
     if image is None:

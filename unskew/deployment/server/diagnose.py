@@ -236,7 +236,11 @@ def choose_statistics(names: Collection[str], config: Experiment, reference: Fed
         "histograms": ""
         if config.ranges
         else "the experiment has no ranges. Add the ends of the histograms to it, such as ranges: {age: [0, 120]}",
-        "features": "the inputs are texts" if reference.test[0].dtype == torch.int64 else "",
+        "features": "the inputs are texts"
+        if reference.test[0].dtype == torch.int64
+        else "it compares means of targets, but times are censored"
+        if reference.objective.outcome
+        else "",
         "survival": "" if "survival" in reference.objective.statistics else "the task has no survival times",
     }
     for name in names:

@@ -66,7 +66,7 @@ class StatisticsRules(Section):
     """Statistics that a site sends about its training samples; none by default. Training needs no entry here."""
 
     allow: tuple[Annotated[str, AfterValidator(known_permission)], ...] = ()
-    """``counts``, ``missing``, ``histograms``, ``moments``, ``features`` and ``gradients``. ``unskew deploy
+    """``counts``, ``missing``, ``histograms``, ``moments``, ``features``, ``gradients`` and ``survival``. ``unskew deploy
     check`` prints what each of them sends."""
     min_count: Annotated[int, Field(ge=1)] = 10
     """Smallest count that is sent: smaller ones are 0, and sums over smaller groups are not sent. If fewer rows of the data

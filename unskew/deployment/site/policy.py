@@ -119,7 +119,12 @@ class StatisticsPolicy:
             DataError: If the data do not have what is requested.
             CheckpointError: If the record of earlier replies is corrupted, or cannot be written.
         """
-        requests = [self._checked(request, masked) for request in requests]
+        requests = [self._checked(request) for request in requests]
+        if plain := [request.kind for request in requests if SUMS[request.kind].masked_only and not masked]:
+            raise ConfigError(
+                f"The site {self.site} sends the statistic {plain[0]} only under secure aggregation, because it could reveal "
+                "single rows."
+            )
         if not any(SUMS[request.kind].permission for request in requests):
             return StatisticsReply(own_sums(rows, requests), [{} for _ in requests])
         reply = StatisticsReply([], [])
@@ -146,7 +151,7 @@ class StatisticsPolicy:
                 self.ledger.write(message.records)
         return replace(reply, epsilon=sum(event["epsilon"] for event in message.events))
 
-    def _checked(self, request: SumRequest, masked: bool) -> SumRequest:
+    def _checked(self, request: SumRequest) -> SumRequest:
         """Validate a request, and return it in the form that is the same for all requests for the same statistic."""
         kind = SUMS.get(request.kind)
         if kind is None:
@@ -160,8 +165,6 @@ class StatisticsPolicy:
                 f"{what}, because it needs the permission {kind.permission}. To permit it, the site's administrator "
                 f"sets allow: [{line}] in the section statistics of site.yaml."
             )
-        if kind.masked_only and not masked:
-            raise ConfigError(f"{what} without secure aggregation, because it could reveal single rows.")
         try:
             args = kind.arguments.model_validate_json(json.dumps(dict(request.args))).model_dump(mode="json")
         except ValueError as error:

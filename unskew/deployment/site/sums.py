@@ -88,7 +88,7 @@ def check_schema_arguments(requests: Sequence[SumRequest], reference: DataSchema
 def check_coefficients_request(
     request: SumRequest, config: Experiment, federation: Federation, rows: ClientRows
 ) -> None:
-    """Validate a request for the sums of a logistic regression, of which the server may choose the coefficients only.
+    """Validate a request for the sums of a regression, of which the server may choose the coefficients only.
 
     Args:
         request: Request of the kind ``fisher``.
@@ -102,7 +102,9 @@ def check_coefficients_request(
     event = run_metrics(config, federation).computed.positive
     expected = Design(federation).request(event, np.zeros(1))
     same = json.dumps(dict(request.args), sort_keys=True) == json.dumps(dict(expected.args), sort_keys=True)
-    if not same or not torch.equal(request.tensors.get("center", torch.zeros(0)), expected.tensors["center"]):
+    constants = {name: tensor for name, tensor in expected.tensors.items() if name != "beta"}
+    same = same and {*request.tensors} == {*expected.tensors}
+    if not same or not all(torch.equal(request.tensors[name], tensor) for name, tensor in constants.items()):
         raise ConfigError("The columns or the event of a request for coefficients are not those of the experiment.")
     if effective_rows(rows, request) < FEWEST:
         raise ConfigError(

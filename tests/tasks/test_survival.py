@@ -1,0 +1,307 @@
+"""Losses, bins and predictions of survival analysis, against closed forms and loops in float64."""
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from support.survival_sums import asked, fitted
+from support.tolerance import FORMULA, assert_close
+
+from unskew.errors import ConfigError, DataError
+from unskew.tasks import survival
+from unskew.tasks.metrics import MetricSet
+from unskew.tasks.registry import TASKS
+from unskew.tasks.survival import Survival
+
+KINDS = ("piecewise", "discrete")
+
+
+def rows(n=300, seed=0, whole=False):
+    """Times and events of which a third is censored, some at time 0, and two inputs; whole times have ties."""
+    draws = np.random.default_rng(seed)
+    x = draws.normal(size=(n, 2))
+    died, left = draws.exponential(300 * np.exp(-0.5 * x[:, 0])), draws.uniform(0, 900, n)
+    time = np.minimum(died, left)
+    time = np.ceil(time) if whole else time
+    time[:3] = 0
+    return torch.from_numpy(np.stack([time, died <= left], 1)), x
+
+
+def bin_sums(y, cuts):
+    """Events, exposure, and rows at risk less half of those censored inside, in a loop over rows and bins."""
+    sums = np.zeros((3, len(cuts)))
+    for time, event in y.tolist():
+        low = 0.0
+        for j, high in enumerate(cuts):
+            here = (low < time <= high) or (time == 0 and j == 0)
+            sums[0, j] += here and event
+            sums[1, j] += min(max(time - low, 0), high - low)
+            sums[2, j] += 1.0 if time >= high or (here and event) else 0.5 * here
+            low = high
+    return sums
+
+
+@pytest.mark.parametrize("options", [{}, {"bins": 4}, {"until": 500.0}, {"bins": (90.0, 365.0, 500.0)}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_starts_at_the_optimum_of_the_intercepts(kind, options):
+    """Which is d/T, or d/(n - c/2): the offsets give them exactly, and the gradient of a constant is 0 there."""
+    y, _ = rows(whole=True)
+    task = fitted(y, **options).with_loss(kind)
+    events, exposure, at_risk = bin_sums(y, task.cuts)
+    assert events.all()
+    hazards = events / exposure if kind == "piecewise" else events / at_risk
+    offsets = np.log(hazards) if kind == "piecewise" else np.log(hazards) - np.log1p(-hazards)
+    assert_close(torch.tensor(task.offsets, dtype=torch.float64), offsets, FORMULA)
+    logits = torch.zeros(len(y), len(task.cuts), dtype=torch.float64, requires_grad=True)
+    task.losses(logits, y).sum().backward()
+    assert_close(logits.grad.sum(0), 0.0, FORMULA, size=float(events.max()))
+    assert_close(task.constant(y, len(task.cuts)), 0.0, FORMULA)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_losses_are_negative_log_likelihoods(kind):
+    y, _ = rows()
+    task = fitted(y, bins=5).with_loss(kind)
+    logits = torch.from_numpy(np.random.default_rng(1).normal(size=(len(y), 5)))
+    z = (logits + torch.tensor(task.offsets, dtype=torch.float64)).numpy()
+    expected = []
+    for (time, event), own in zip(y.tolist(), z, strict=True):
+        low, total = 0.0, 0.0
+        for high, o in zip(task.cuts, own, strict=True):
+            inside = (low < time <= high) or (time == 0 and low == 0)
+            if kind == "piecewise":
+                total += np.exp(o) * min(max(time - low, 0), high - low) - o * (inside and event)
+            else:
+                at_risk = 1 if time >= high or (inside and event) else 0.5 * inside
+                chance = 1 / (1 + np.exp(-o))
+                total -= np.log(chance) if inside and event else at_risk * np.log(1 - chance)
+            low = high
+        expected.append(total)
+    assert_close(task.losses(logits, y), np.array(expected), FORMULA)
+    assert_close(task.loss(logits, y), np.mean(expected), FORMULA)
+    single = torch.vmap(lambda o, own: task.losses(o[None], own[None])[0])(logits, y)
+    assert_close(single, np.array(expected), FORMULA)
+    assert task.losses(logits.float(), y).dtype == torch.float32
+
+
+def newton(design, exposure, events, steps=30):
+    """Coefficients of a Poisson regression with the logarithm of the exposure as offset, by Newton's method."""
+    beta = np.zeros(design.shape[1])
+    for _ in range(steps):
+        mean = exposure * np.exp(design @ beta)
+        beta += np.linalg.solve(design.T @ (design * mean[:, None]), design.T @ (events - mean))
+    return beta
+
+
+def test_proportional_hazards_are_a_poisson_regression_of_rows_and_bins():
+    y, x = rows()
+    task = fitted(y, bins=4)
+    design, exposure, events = [], [], []
+    for own, (time, event) in zip(x, y.tolist(), strict=True):
+        low = 0.0
+        for j, high in enumerate(task.cuts):
+            if time > low:
+                design.append([*own, *np.eye(4)[j]])
+                exposure.append(min(time, high) - low)
+                events.append(float(event and time <= high))
+            low = high
+    expected = newton(np.array(design), np.array(exposure), np.array(events))
+    kept = y[:, 0] > 0  # a censored row of time 0 has no exposure; none of the others has an event there
+    assert not y[~kept, 1].any() or bin_sums(y[~kept], task.cuts)[0].sum() == y[~kept, 1].sum()
+    rows_used, inputs = y[kept], torch.from_numpy(x)[kept]
+    beta = torch.zeros(6, dtype=torch.float64)
+
+    def loss(beta):
+        return task.loss((inputs @ beta[:2])[:, None] + beta[2:], rows_used)
+
+    for _ in range(30):
+        beta -= torch.linalg.solve(torch.func.hessian(loss)(beta), torch.func.grad(loss)(beta))
+    found = beta.numpy()
+    np.testing.assert_allclose(found[:2], expected[:2], atol=1e-6)
+    np.testing.assert_allclose(found[2:] + np.array(task.offsets), expected[2:], atol=1e-6)
+
+
+def test_one_bin_is_exponential_regression():
+    y, _ = rows()
+    task = fitted(y, bins=1, until=1000.0)
+    assert task.rates == pytest.approx((float(y[:, 1].sum() / y[:, 0].sum()),))
+    survival = task.outputs(torch.zeros(1, 1, dtype=torch.float64)).numpy()
+    for t in (0.0, 10.0, 365.0, 1000.0):
+        assert task.survival(survival, [t])[0, 0] == pytest.approx(np.exp(-task.rates[0] * t))
+    assert task.decisions(survival, MetricSet()) == pytest.approx([np.log(2) / task.rates[0]])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_survival_follows_from_the_hazards_of_bins(kind):
+    y, _ = rows()
+    task = fitted(y, bins=3).with_loss(kind)
+    logits = torch.tensor([[0.3, -0.2, 0.1], [-4.0, -4.0, -4.0]], dtype=torch.float64)
+    z, (first, second, last) = logits[0].numpy() + np.array(task.offsets), task.cuts
+    time = second + 0.25 * (last - second)
+    if kind == "piecewise":
+        expected = np.exp(-np.exp(z) @ np.array([first, second - first, time - second]))
+    else:
+        expected = np.prod((1 / (1 + np.exp(z))) ** np.array([1, 1, 0.25]))
+    outputs = task.outputs(logits).numpy()
+    assert task.survival(outputs, [time])[0, 0] == pytest.approx(expected)
+    median, never = task.decisions(outputs, MetricSet())
+    assert task.survival(outputs[:1], [median])[0, 0] == pytest.approx(0.5)
+    assert never is None
+    columns = task.predicted_columns(outputs, task.names, None, [time, last], curve=True)
+    assert [*columns] == [f"risk({time:g})", f"risk({last:.6g})", "median", *task.names]
+    assert columns[f"risk({time:g})"][0] == pytest.approx(1 - expected)
+    with pytest.raises(ConfigError, match="--horizons: 5000 is after"):
+        task.predicted_columns(outputs, task.names, None, [5000.0])
+
+
+def test_bins_have_about_equal_numbers_of_events():
+    y, _ = rows(2000)
+    task = fitted(y, bins=8)
+    events = bin_sums(y, task.cuts)[0]
+    cell = y[:, 1].sum() / 8
+    assert np.abs(events - float(cell)).max() < 0.2 * cell
+    assert task.cuts[-1] >= y[:, 0].max()
+    assert task.cuts[-1] <= y[:, 0].max() * 2 ** (1 / 16)
+
+
+def test_the_default_has_ten_events_per_bin():
+    y, _ = rows(60)
+    assert len(fitted(y).cuts) == int(y[:, 1].sum()) // 10
+    assert len(fitted(rows(2000)[0]).cuts) == 10
+
+
+def test_sums_do_not_depend_on_the_division_among_clients():
+    y, _ = rows()
+    one, other = Survival(bins=5).fit(asked([y])), Survival(bins=5).fit(asked([*torch.split(y, 7)]))
+    assert one.cuts == other.cuts
+    assert_close(one.rates, other.rates, FORMULA)
+    assert one.censoring == other.censoring
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_constants_restore_the_task(kind):
+    y, _ = rows()
+    task = fitted(y, bins=3, event="Dead").with_loss(kind)
+    again = TASKS["survival"].with_constants(task.constants, 3)
+    logits = torch.from_numpy(np.random.default_rng(0).normal(size=(len(y), 3)))
+    assert torch.equal(again.losses(logits, y), task.losses(logits, y))
+    assert (again.event, again.horizons, again.names) == ("Dead", task.horizons, task.names)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"cuts": (3.0, 2.0, 4.0)}, {"rates": (0.1, -1.0, 0.1)}, {"shares": (0.1, 1.0, 0.1)}, {"horizons": (1e9,)},
+        {"censoring": (1.0,)}, {"discrete": (2.0,)}, {"more": (1.0,)}, {"event": (-1.0,)}, {"event": (1e9,)}, {"cuts": ()},
+    ],
+)  # fmt: skip
+def test_other_constants_are_rejected(changed):
+    constants = fitted(rows()[0], bins=3).constants
+    with pytest.raises(ValueError, match="constants"):
+        TASKS["survival"].with_constants({**constants, **changed}, 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"bins": 100}, ConfigError, r"survival.bins=100 leaves a bin without an event.*at most \d"),
+        ({"bins": (1e-6, 500.0)}, ConfigError, "no training row has an event after 0 and until 1e-06"),
+        ({"horizons": (5000.0,)}, ConfigError, "5000 is after"),
+        ({"until": 1e-9}, DataError, "No training row has an event until 1e-09"),
+    ],
+)
+def test_bins_and_horizons_must_fit_the_events(options, error, message):
+    y, _ = rows(200)
+    y = y[y[:, 0] > 0]
+    with pytest.raises(error, match=message):
+        fitted(y, **options)
+
+
+def test_the_number_of_bins_that_fit_fits():
+    y, _ = rows(30)
+    with pytest.raises(ConfigError) as problem:
+        fitted(y, bins=200)
+    most = int(str(problem.value).rsplit(" ", 1)[1].rstrip("."))
+    task = fitted(y, bins=most)
+    assert bin_sums(y, task.cuts)[0].all()
+
+
+def test_few_events_and_clients_without_events_warn(monkeypatch):
+    logged = []
+    monkeypatch.setattr(survival.LOG, "warning", lambda text, *values: logged.append(text % values))
+    y, _ = rows(60)
+    fitted(y, bins=5)
+    censored = y.clone()
+    censored[:, 1] = 0
+    Survival().fit(asked([y, censored]))
+    assert "fewer than 10 per bin" in logged[0]
+    assert re.fullmatch("clients without an event until .*: 1", logged[1])
+    assert len(logged) == 2
+
+
+def test_a_single_site_may_have_no_event():
+    y, _ = rows(20)
+    y[:, 1] = 0
+    task = Survival(bins=(100.0, 900.0), horizons=(5.0,)).of_one_site.fit(asked([y]))
+    assert bool(task.losses(torch.zeros(20, 2), y).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("time", "event", "message"),
+    [
+        (-1.0, 1.0, "Row 2 of a has a negative time"), (np.nan, 1.0, "Row 2 of a has a time that is missing"),
+        (np.inf, 1.0, "missing or infinite"), (1.0, 2.0, "Row 2 of a has the event indicator 2"),
+        (1.0, np.nan, "Row 2 of a has no event indicator"),
+    ],
+)  # fmt: skip
+def test_times_and_events_are_validated(time, event, message):
+    with pytest.raises(DataError, match=message):
+        TASKS["survival"].read(torch.tensor([[1.0, 0.0], [time, event]]), "a")
+
+
+def test_swapped_columns_are_rejected():
+    y, _ = rows(50)
+    with pytest.raises(DataError, match=r"only two values, 0 and 1\. Write the time first"):
+        TASKS["survival"].read(y.flip(1), "a")
+    with pytest.raises(DataError, match=r"\[n, 2\]"):
+        TASKS["survival"].read(y[:, 0], "a")
+
+
+@pytest.mark.parametrize(
+    ("values", "event", "expected"),
+    [
+        ([0, 1, 1], None, [0, 1, 1]), ([False, True], None, [0, 1]), (["true", "FALSE"], None, [1, 0]),
+        ([1, 2], "2", [0, 1]), ([1.0, 2.0], "2", [0, 1]), (["Dead", "Alive "], "Dead", [1, 0]), ([1, 1], None, [1, 1]),
+        ([0, 1], "0", [1, 0]),
+    ],
+)  # fmt: skip
+def test_events_may_be_written_in_several_ways(values, event, expected):
+    assert Survival(event=event).encode_column(1, "status", values, "a").tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "event", "message"),
+    [
+        ([0, 1, 2], None, "more than two values"), ([1, 2], None, "has the values 1, 2. Set survival.event"),
+        (["a", "b"], "c", "survival.event is 'c', but"), ([1, None], None, "1 missing values .first: row 2"),
+        ([1.0, float("nan")], None, "1 missing values"),
+    ],
+)  # fmt: skip
+def test_unclear_events_are_rejected(values, event, message):
+    with pytest.raises(DataError, match=message):
+        Survival(event=event).encode_column(1, "status", values, "a")
+
+
+def test_only_the_sums_of_the_configuration_may_be_asked_for():
+    y, _ = rows()
+    given, until, free = Survival(bins=(100.0, 500.0)), Survival(until=500.0), Survival()
+    assert given.asks("survival", {"until": 500.0, "cuts": [100.0, 500.0]}, y)
+    assert not given.asks("survival", {"until": 500.0, "cuts": [100.0, 101.0, 500.0]}, y)
+    assert not given.asks("survival_times", {}, y)
+    assert until.asks("survival", {"until": 500.0, "cuts": []}, y)
+    assert not until.asks("survival", {"until": 50.0, "cuts": []}, y)
+    assert free.asks("survival_times", {}, y)
+    assert free.asks("survival", {"until": 1024.0, "cuts": []}, y)
+    assert not free.asks("survival", {"until": 1000.0, "cuts": []}, y)  # not an edge of the public grid
+    assert not free.asks("survival", {"until": 512.0, "cuts": []}, y)  # some times are later
