@@ -131,11 +131,8 @@ def npz_source(path: Path) -> Source:
     x = as_inputs(arrays["x"], str(path))
     labels = [arrays[key] for key in ("y", "y_test") if key in arrays]
     labels = [y[:, 0] if y.ndim == 2 and y.shape[1] == 1 else y for y in labels]
-    task = "multilabel" if labels[0].ndim == 2 else "classification"
-    if task == "multilabel":
-        (y, *test_y), names = read_several_labels(labels, str(path))
-    else:
-        (y, *test_y), names = read_classes(labels, str(path))
+    several = labels[0].ndim == 2
+    (y, *test_y), names = (read_several_labels if several else read_classes)(labels, str(path))
     samples = SampleTable(x, y, columns)
     if test_y:
         test = SampleTable(as_inputs(arrays["x_test"], str(path)), test_y[0], {})
@@ -146,7 +143,7 @@ def npz_source(path: Path) -> Source:
         if n - cut < 1:
             raise DataError(f"{path} has {n} rows, too few for a training and a test part.")
         test, train = samples.rows(np.sort(order[:cut])), samples.rows(np.sort(order[cut:]))
-    return Source(path.stem, train, test, names, len(names), task)
+    return Source(path.stem, train, test, names, len(names), "multilabel" if several else "classification")
 
 
 def read_several_labels(labels: Sequence[np.ndarray], who: str) -> tuple[list[Tensor], tuple[str, ...]]:
