@@ -40,6 +40,7 @@ from unskew.sums.exchange import SimulatedExchange, with_remaining
 from unskew.sums.registry import PERMISSIONS
 from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
+from unskew.tasks.registry import TASKS
 
 LEAST_COUNT = 10
 """With masks, sites send exact counts, so that those of all sites below this number are not shown."""
@@ -241,8 +242,9 @@ def choose_statistics(names: Collection[str], config: Experiment, reference: Fed
         else "it compares means of targets, but times are censored"
         if reference.objective.outcome
         else "",
-        "survival": "" if "survival" in reference.objective.statistics else "the task has no survival times",
     }
+    own = {name for task in TASKS.values() for name in task.statistics}.difference(reference.objective.statistics)
+    reasons |= dict.fromkeys(own, f"the task {reference.task} has no such statistic")
     for name in names:
         if name not in PERMISSIONS:
             raise ConfigError(f"{name!r} is not a statistic. Choose from {', '.join(PERMISSIONS)}.")
@@ -279,9 +281,9 @@ def chosen_statistics(run: ResolvedRun, chosen: Collection[str], masked: bool) -
             wide = sum(count or 1 for count in codes) > WIDEST
             used = () if wide else tuple(codes)
             statistics["label variance"] = LabelVariance(used, center[: len(used)], fed.classes)
-    if "survival" in chosen:
+    if {*fed.objective.statistics} & {*chosen}:
         constants = fed.objective.constants
-        statistics["survival"] = SurvivalTables(constants["cuts"][-1], constants["horizons"], masked)
+        statistics["times"] = SurvivalTables(constants["cuts"][-1], constants["horizons"], masked)
     if "gradients" in chosen:
         statistics["gradients"] = GradientSkew(run.spec.size)
     return statistics
@@ -310,10 +312,10 @@ def _diagnose(
         hidden = exchange.exchange.masked
         shown = [None if hidden and 0 < count < LEAST_COUNT else count for count in counts]
         classes = dict(zip(fed.names, shown, strict=True))
-    sites, compared = _site_table(exchange, run), statistics.get("survival")
+    sites, compared = _site_table(exchange, run), statistics.get("times")
     if isinstance(compared, SurvivalTables):
         replies = {k: own["counts"].numpy() for k, own in exchange.of_clients("survival_table").items()}
-        sites = sites.compared(compared.comparison(*sums["survival"], replies, exchange.exchange.num_samples))
+        sites = sites.compared(compared.comparison(*sums["times"], replies, exchange.exchange.num_samples))
     summary = statistics.get("columns")
     columns = summary.rows(*sums["columns"]) if isinstance(summary, ColumnSummary) else []
     details = {
