@@ -242,3 +242,16 @@ def test_long_lists_of_names_cost_the_same_per_name():
 
     first, second = growth(configure, (500, 1000, 2000))
     assert second == pytest.approx(first, rel=0.15)
+
+
+def test_a_client_with_one_row_has_its_own_count_of_missing_values(tmp_path):
+    pytest.importorskip("pyarrow")
+    rows = [f"{n % 7},{'' if n % 3 == 0 else n % 5},{'yn'[n % 2]},{'b' if n == 18 else 'a'}" for n in range(40)]
+    path = tmp_path / "rows.csv"
+    path.write_text("\n".join(["age,dose,sick,ward", *rows]))
+    fed = unskew.load_federation(
+        f"table:{path}", label="sick", missing="mean", partition="natural:ward", clients=None, holdout=0
+    )
+    sizes = dict(zip(fed.client_names, (len(client.y) for client in fed.clients), strict=True))
+    assert sizes.get("b") == 1
+    assert fed.missing[list(sizes).index("b")].tolist() == [0, 1]

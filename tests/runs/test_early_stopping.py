@@ -2,6 +2,7 @@
 
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from support.slow import as_slow
@@ -99,3 +100,24 @@ def test_early_stopping_warns_where_clients_keep_parts_of_their_models(method, w
             method=method,
         )
     assert any("judges the global model" in str(entry.message) for entry in caught) == warns
+
+
+def test_the_concordance_on_held_out_samples_is_that_of_all_clients_together():
+    """A client without comparable pairs has none of its own, and would leave a mean over clients undefined."""
+    draws = np.random.default_rng(0)
+    clients = []
+    for n in (40, 40, 3):
+        x = draws.normal(size=(n, 2)).astype(np.float32)
+        y = np.column_stack([draws.exponential(np.exp(-x[:, 0])) + 0.1, draws.random(n) < 0.7])
+        clients.append((x, y, x[: n // 3], y[: n // 3]))
+    federation = unskew.Federation.from_arrays(clients, test=clients[0][:2], task="survival")
+    result = unskew.run(federation, model="proportional", rounds=2, local_steps=2, early_stopping=2, engine="inline")
+    times, events = np.concatenate([y for _, _, _, y in clients]).T
+    inputs = torch.from_numpy(np.concatenate([x for _, _, x, _ in clients]))
+    risks = -federation.objective.outputs(result.model(inputs))[:, -1].detach().numpy()
+    concordant, comparable = 0.0, 0
+    for i in np.flatnonzero(events):
+        later = (times > times[i]) | ((times == times[i]) & (events == 0))
+        comparable += later.sum()
+        concordant += (risks[i] > risks[later]).sum() + (risks[i] == risks[later]).sum() / 2
+    assert result.history[-1]["validation_concordance"] == pytest.approx(concordant / comparable)

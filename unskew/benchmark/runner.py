@@ -264,4 +264,4 @@ def results_of_runs(
 
 
 def _rounded(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+    return None if value is None or not math.isfinite(value) else float(f"{value:.5g}")

@@ -364,7 +364,8 @@ class Experiment(DataSpec):
 def _set_default_model(values: dict[str, Any]) -> None:
     """Set the default model of labeled texts and tables."""
     data = values.get("data")
-    if not isinstance(data, str) or values.get("model") is not None or values.get("label") is None:
+    labeled = values.get("label") is not None or data == "lung"
+    if not isinstance(data, str) or values.get("model") is not None or not labeled:
         return
     data = as_text_source(data, text_columns(values.get("text")))
     if data.partition(":")[0] in ("text", "sentences", "multi_nli"):

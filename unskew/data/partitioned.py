@@ -154,7 +154,7 @@ class PartitionedSource:
         if known.columns is not None:
             apply = known.columns.apply
             absent = missing_values(train.x.numpy(), source.encoders)
-            missing = np.stack([absent[self.rows[a:b]].sum(0) for a, b in pairwise(offsets)])
+            missing = np.stack([absent[rows.numpy()[a:b]].sum(0) for a, b in pairwise(offsets)])
             train, test = (replace(part, x=apply(part.x)) for part in (train, test))
             at_server = None if at_server is None else replace(at_server, x=apply(at_server.x))
             normalization = known.columns.normalization

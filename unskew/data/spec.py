@@ -138,8 +138,8 @@ def as_text_source(data: str, columns: Sequence[str]) -> str:
 
 
 def is_table(data: str) -> bool:
-    """Return whether a data source is a table: ``table:PATH`` or a file name with an extension in ``TABLES``."""
-    return data.partition(":")[0] == "table" or (":" not in data and data.lower().endswith(TABLES))
+    """Return whether a data source is a table: ``table:PATH``, a file name with an extension in ``TABLES``, or ``lung``."""
+    return data.partition(":")[0] in ("table", "lung") or (":" not in data and data.lower().endswith(TABLES))
 
 
 def parse_unseen(value: object) -> Unseen:

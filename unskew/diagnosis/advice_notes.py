@@ -68,5 +68,8 @@ def notes(s: SkewFeatures, limits: AdviceLimits, any_method: bool) -> list[str]:
             "docs/results/trust.md, SCAFFOLD did not survive it, and FedAvg lost 1.3 points at epsilon 8."
         )
     if s.task not in MEASURED_TASKS:
-        lines.append(f"The benchmark has no federation for the task {s.task}: the expected gains are a guess.")
+        lines.append(
+            f"There is no evidence for the task {s.task}: the expected gains were measured on other tasks and are a guess. "
+            "docs/results/benchmark.md has the suites survival and segmentation, which are too small to be evidence."
+        )
     return lines

@@ -20,7 +20,11 @@ from unskew.tasks.registry import TASKS
 View = Literal["global", "clients"]
 """Global model on test data, or clients on their own data with a personal model if the method has one."""
 MEASURED_TASKS = ("classification", "regression")
-"""Tasks of the federations of the benchmark."""
+"""Tasks of the federations that are evidence.
+
+The suites ``survival`` and ``segmentation`` are not: they have three federations and two, and no coordinate below tells a
+federation of another task apart, so that they would change the advice for other tasks, too.
+"""
 PRIOR = 1.0
 """Weight of the mean over all federations; a federation with the same features has weight 1."""
 LARGEST = 10.0

@@ -18,7 +18,7 @@ from unskew.records.recorder import finite_or_none
 from unskew.runs.assembly import RunParts
 from unskew.runs.input_spec import input_spec_of
 from unskew.sums.base import SumRequest
-from unskew.sums.exchange import Exchange
+from unskew.sums.exchange import Exchange, with_remaining
 from unskew.tasks.coefficients import Estimate, NoEstimateError, newton
 from unskew.tasks.intervals import NORMAL_95
 
@@ -129,13 +129,16 @@ def compute_coefficients(parts: RunParts, exchange: Exchange) -> tuple[dict[str,
     federation, event = parts.evaluator.federation, parts.metrics.computed.positive
     design = Design(federation, input_spec_of(federation, parts.config).features)
 
-    def total(beta: np.ndarray) -> dict[str, Tensor]:
-        return exchange([design.request(event, beta)])[0]
+    def estimate_over(asked: Exchange) -> Estimate:
+        def total(beta: np.ndarray) -> dict[str, Tensor]:
+            return asked([design.request(event, beta)])[0]
+
+        return newton(total, design.titles)
 
     try:
         if any(rule.draws_secretly or getattr(rule, "reproducible", False) for rule in parts.method.rules):
             raise NoEstimateError("exact sums of the clients' data would break the run's differential privacy.")
-        estimate = newton(total, design.titles)
+        estimate = with_remaining(exchange, estimate_over)
         for k, (up, down) in zip(exchange.clients, exchange.traffic.tolist(), strict=True):
             parts.server.traffic.total.count(k, "up", up, 0)
             parts.server.traffic.total.count(k, "down", down, 0)

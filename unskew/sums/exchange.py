@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import numpy as np
 from torch import Tensor
 
+from unskew.errors import UnskewError
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.registry import SUMS
+
+
+class ClientLeftError(UnskewError):
+    """A client was excluded during an exchange, so earlier sums are of other clients than later ones."""
 
 
 class Exchange(Protocol):
@@ -32,8 +37,29 @@ class Exchange(Protocol):
 
         Args:
             requests: Requests that every client answers in one message.
+
+        Raises:
+            ClientLeftError: If a client was excluded because its reply is invalid; call again without it.
         """
         ...
+
+
+AnyExchange = TypeVar("AnyExchange", bound=Exchange)
+Result = TypeVar("Result")
+
+
+def with_remaining(exchange: AnyExchange, compute: Callable[[AnyExchange], Result]) -> Result:
+    """Return what a function computes from sums; without a client that was excluded meanwhile, everything is computed again.
+
+    Args:
+        exchange: Exchange of sums.
+        compute: Function of the exchange.
+    """
+    while True:
+        try:
+            return compute(exchange)
+        except ClientLeftError:
+            continue
 
 
 def own_sums(rows: ClientRows, requests: Sequence[SumRequest]) -> list[Sums]:

@@ -18,7 +18,7 @@ from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.wire.frames import Frame
-from unskew.deployment.wire.tensor_codec import encode_record
+from unskew.deployment.wire.tensor_codec import decode_record, encode_record
 from unskew.errors import ConfigError, EngineError
 from unskew.runs.run import load_federation_for
 from unskew.sums.columns import encode_values
@@ -238,6 +238,31 @@ def test_sums_that_cannot_be_exclude_their_site_and_the_others_have_the_columns_
     names = [one.name for one in trained[0].source.encoders]
     pooled = np.concatenate([one.train.x.numpy()[:, names.index("dose")] for one in trained]).astype(np.float64)
     assert columns["dose"]["std"] == pytest.approx(np.nanstd(pooled))
+
+
+def test_counts_of_classes_that_cannot_be_exclude_their_site_and_weights_are_those_of_the_others(tmp_path):
+    place, values = wards(tmp_path, class_weights="balanced")
+    told, counts = Told(), {}
+
+    def spoil(client, asked, answer):
+        if not any(name.startswith("sum.") and name.endswith("/counts") for name in answer.arrays):
+            return answer
+        sums = decode_record(answer, "sum.0")
+        if sums.keys() != {"counts"} or len(sums["counts"]) != 2:
+            return answer  # sums of columns
+        counts[client] = sums["counts"]
+        return spoilt("sum.0/counts", torch.full((2,), 10**6))(answer) if client == 1 else answer
+
+    place.link.spoil = spoil
+    result, _ = own(tmp_path, place, values, told)
+    assert "ward-b (client 1)" in told.warnings[0]
+    assert [row["updates"] for row in result.history] == [2, 2]
+    assert result.history[-1]["sites_excluded"] == 1
+    remaining = (counts[0] + counts[2]).double()
+    expected = (remaining.sum() / (2 * remaining)).tolist()
+    weights = {place.sites[k].experiments._trainer[1].original.objective.weights for k in (0, 2)}
+    assert len(weights) == 1
+    assert weights.pop() == pytest.approx(expected)
 
 
 def test_the_administrator_sees_what_sums_leave(tmp_path):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from support.sites import TINY, LoopPlace, deployed
+from support.sites import TINY, LoopPlace, Told, deployed
 
 import unskew
 from unskew.config.loader import experiment
@@ -20,6 +20,7 @@ from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes
 from unskew.deployment.site.ledger import SumsLedger
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.sums import encode_requests
+from unskew.deployment.wire.tensor_codec import encode_record
 from unskew.errors import EngineError
 from unskew.runs.coefficients import Design
 from unskew.runs.run import load_federation_for
@@ -157,3 +158,32 @@ def test_coefficients_over_sites_are_those_of_the_simulation(masked, tmp_path):
         assert one == {k: pytest.approx(v, rel=1e-9) if isinstance(v, float) else v for k, v in other.items()}
     assert sites.pop("log_likelihood") == pytest.approx(simulated.pop("log_likelihood"), rel=1e-12)
     assert sites == simulated
+
+
+def test_coefficients_are_those_of_the_remaining_sites_if_one_sends_invalid_sums(tmp_path):
+    values = clinics(tmp_path, coefficients=True)
+    place, told = LoopPlace(tmp_path, values, 3), Told()
+    asked_before = []
+
+    def spoil(client, asked, answer):
+        if client != 1 or "sum.0/information" not in answer.arrays:
+            return answer
+        asked_before.append(client)
+        if len(asked_before) < 3:
+            return answer
+        wrong = encode_record("sum.0", {"information": torch.full((3, 3), float("nan"), dtype=torch.float64)})
+        return Frame(answer.kind, answer.config, answer.metrics, answer.arrays | wrong)
+
+    place.link.spoil = spoil
+    deployed(tmp_path, place, told=told, **values)
+    assert any("site-1 (client 1)" in text for text in told.warnings)
+    found = json.loads((tmp_path / "run" / "coefficients.json").read_text())
+    remaining = [load_federation_for(experiment(values), ()).clients[k] for k in (0, 2)]
+    x, y = (torch.cat([getattr(client, name) for client in remaining]).double().numpy() for name in "xy")
+    assert found["rows"] == len(x)
+    design = np.column_stack([np.ones(len(x)), x])
+    beta = np.zeros(3)
+    for _ in range(25):
+        p = 1 / (1 + np.exp(-design @ beta))
+        beta += np.linalg.solve(design.T * (p * (1 - p)) @ design, design.T @ (y - p))
+    assert [row["coefficient"] for row in found["coefficients"]] == pytest.approx(beta.tolist(), rel=1e-6)

@@ -173,7 +173,9 @@ def _arrays(inferred: InferredConfig, path: Path, clients: str | None) -> None:
         owner = unquote(clients or str(owner))
         inferred.set("partition", f"natural:{quote(owner)}", f"one client per value of {owner}")
     else:
-        inferred.set("partition", "dirichlet:0.3,min=2", "label skew; no array with client names was found")
+        several = arrays["y"].ndim == 2 and arrays["y"].shape[1] > 1
+        scheme, reason = ("iid", "several labels per sample") if several else ("dirichlet:0.3,min=2", "label skew")
+        inferred.set("partition", scheme, f"{reason}; no array with client names was found")
         inferred.set("clients", max(2, min(10, n // 20)))
     inferred.set("model", "cnn" if arrays["x"].ndim > 2 else "mlp", "unskew models lists all models")
 

@@ -1,15 +1,23 @@
-"""Built-in data sets: scikit-learn's digits and tables, and Gaussian classes."""
+"""Built-in data sets: scikit-learn's digits and tables, survival with lung cancer, and Gaussian classes."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from unskew.data.readers.tables import SampleTable, Source, train_test_tables
+from unskew.data.readers.arrow import pa
+from unskew.data.readers.column_roles import ColumnSelection
+from unskew.data.readers.files import file_tables
+from unskew.data.readers.tables import SampleTable, Source, source_from_tables, train_test_tables
 from unskew.data.validation import as_inputs, as_targets
+from unskew.errors import DataError
+
+LUNG = {"inst": "institution", "time": "days", "status": "event"}
+"""Columns of lifelines' file with other names."""
 
 
 def _digits() -> np.ndarray:
@@ -58,6 +66,41 @@ def scikit_learn_table(name: str) -> Source:
     x, y = torch.from_numpy(data.data.astype(np.float32)), as_targets(data.target, name, task)
     train, test = train_test_tables([SampleTable(x, y, columns)])
     return Source(name, train, test, names, len(names), task)
+
+
+def lung_table() -> Any:
+    """Return the rows of the lung cancer data that lifelines ships, without importing the package; one has no institution.
+
+    Loprinzi et al. 1994, Journal of Clinical Oncology 12: 601-607. ``event`` is 1 for a death.
+
+    Raises:
+        DataError: If lifelines is not installed.
+    """
+    package = find_spec("lifelines")
+    file = None if package is None or package.origin is None else Path(package.origin).parent / "datasets/lung.csv"
+    if file is None or not file.is_file():
+        raise DataError("The data set lung comes with the package lifelines. Run pip install lifelines.")
+    rows, _ = file_tables(file)
+    rows = rows.rename_columns([LUNG.get(name, name) for name in rows.column_names])
+    rows = rows.filter(pa.compute.is_valid(rows.column("institution")))
+    for name, kind in (("institution", pa.string()), ("event", pa.int64())):
+        values = rows.column(name).cast(pa.int64())
+        if name == "event":  # 1 and 2 in R and in older versions
+            values = pa.compute.subtract(values, pa.compute.subtract(pa.compute.max(values), 1))
+        rows = rows.set_column(rows.column_names.index(name), name, values.cast(kind))
+    return rows
+
+
+def lung(choice: ColumnSelection) -> Source:
+    """Load the survival of patients with lung cancer; missing numbers are the mean unless the user chooses another way.
+
+    Args:
+        choice: Column selection of the user.
+    """
+    missing = "mean" if choice.missing == "error" else choice.missing
+    task = "survival" if choice.task == "auto" else choice.task
+    choice = choice._replace(missing=missing, task=task)
+    return source_from_tables("lung", lung_table(), None, label="days,event", choice=choice)
 
 
 def gaussians() -> Source:

@@ -33,7 +33,7 @@ from unskew.data.readers.files import (
 from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
 from unskew.data.readers.masks import image_mask_folders, mask_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
-from unskew.data.sources.builtin import digits, gaussians, scikit_learn_table
+from unskew.data.sources.builtin import digits, gaussians, lung, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
 from unskew.data.sources.generated import fcube, parse_synthetic, synthetic
 from unskew.data.sources.leaf import leaf_root, leaf_source
@@ -53,6 +53,8 @@ SOURCES: dict[str, str] = {
     "wine": "wines, 13 features, 3 classes, 178 rows; comes with scikit-learn, no download",
     "breast_cancer": "tumors, 30 features, 2 classes, 569 rows; comes with scikit-learn, no download",
     "diabetes": "progression of diabetes, 10 features, a regression, 442 rows; comes with scikit-learn, no download",
+    "lung": "survival with lung cancer, 7 features, 227 patients, 18 hospitals in the column institution; comes with the "
+    "package lifelines, no download",
     "cifar10": "CIFAR-10, 32 x 32 color, 10 classes (uoft-cs/cifar10)",
     "cifar100": "CIFAR-100, 32 x 32 color, 100 classes (uoft-cs/cifar100)",
     "mnist": "MNIST, 28 x 28 gray, 10 classes (ylecun/mnist)",
@@ -75,7 +77,7 @@ SOURCES: dict[str, str] = {
     "dsprites": "dSprites, 64 x 64 black and white, 3 shapes, 737,280 images or dsprites:N of them; generated, no "
     "download",
     "npz": "npz:PATH, arrays x and y with one class per sample, optionally x_test and y_test, and columns such as "
-    "client",
+    "client; or a file of MedMNIST",
     "npy": "npy:PATH, a folder with the arrays of npz as one file each (x.npy, y.npy, ...), which are memory-mapped",
     "masks": "masks:PATH, a segmentation: [SITE/][train|test/]images/NAME.* and masks/NAME.*, with the columns site and name",
     "folder": "folder:PATH with PATH/train/<class>/*, PATH/test/<class>/*, or PATH/<class>/*",
@@ -183,7 +185,7 @@ def load_source(
     count = number if colon and (base == "dsprites" or base in HUB) else None
     if count is not None and not re.fullmatch("[1-9][0-9]{0,11}", count):
         raise ConfigError(f"{name!r}: write {base}:N with a number of images, such as {base}:20000.")
-    drawn = kind in DRAWN or base == "synthetic"
+    drawn = kind in DRAWN or base in ("synthetic", "lung")
     if base == "synthetic":
         parse_synthetic(kind)
     elif count is None and kind not in SOURCES:
@@ -196,21 +198,23 @@ def load_source(
     if base in OWN_LABELS and (label is not None or (image is not None and base != "leaf")):
         raise ConfigError(f"{OWN_LABELS[base]}. Remove label{'' if base == 'leaf' else ' and image'}.")
     if kind != "table":
+        takes_columns = kind == "lung"
         table_options = {
             "label_separator requires": label_separator is not None,
-            "features and exclude require": choice.features or choice.exclude,
+            "features and exclude require": not takes_columns and (choice.features or choice.exclude),
             "csv requires": csv != DETECTED,
         }
         for option in (option for option, is_set in table_options.items() if is_set):
-            raise ConfigError(f"{option} a table, but {name!r} is not a table.")
-        if choice.split and kind not in ("folder", "masks"):
+            raise ConfigError(f"{option} a table of your own, but {name!r} is not one.")
+        if choice.split and not takes_columns and kind not in ("folder", "masks"):
             raise ConfigError(f"split_by requires a table, texts or a folder of images, but {name!r} is none of them.")
-        if choice.mixed:
+        if choice.mixed and not takes_columns:
             raise ConfigError(
                 f"task=regression, categories, dates and missing require a table, but {name!r} is not a table. Save the "
                 "data as .csv or .parquet, or in Python use Federation.from_arrays."
             )
-        choice = ColumnSelection(divides=choice.divides if kind == "masks" else None, split=choice.split)
+        divides = choice.divides if kind == "masks" else None
+        choice = choice if takes_columns else ColumnSelection(divides=divides, split=choice.split)
     elif choice.masks and image is None:
         raise ConfigError(
             "Set image to the column with the image files of the table, and label to that with the masks."
@@ -331,6 +335,8 @@ def load_uncached(request: SourceRequest) -> Source:
     kind, path, label, image, separator, size, _, choice, csv, masks = request
     if kind in DRAWN:
         return DRAWN[kind]()
+    if kind == "lung":
+        return lung(choice)
     if kind.startswith("synthetic"):
         return synthetic(*parse_synthetic(kind))
     if kind.startswith("dsprites"):

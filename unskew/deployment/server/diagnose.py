@@ -21,7 +21,7 @@ from unskew.data.readers.encoders import numeric_columns
 from unskew.deployment.flower.superlinks import RemoteSuperLink, RunLocation
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.connected_sites import connected_sites, owner_only_files, plan_over_sites
-from unskew.deployment.server.sum_exchange import SiteExchange, with_remaining_sites
+from unskew.deployment.server.sum_exchange import SiteExchange
 from unskew.diagnosis.diagnose import mean_local_steps
 from unskew.diagnosis.features import AdviceContext
 from unskew.diagnosis.report import DiagnosisReport
@@ -36,7 +36,7 @@ from unskew.measurements.site_differences import WIDEST, LabelVariance, SiteDiff
 from unskew.measurements.survival_tables import SurvivalTables
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.sums.base import ClientRows, SumRequest, Sums
-from unskew.sums.exchange import SimulatedExchange
+from unskew.sums.exchange import SimulatedExchange, with_remaining
 from unskew.sums.registry import PERMISSIONS
 from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
@@ -203,7 +203,7 @@ def diagnose_sites(
         write_atomic(out / "config.yaml", plan.run.config.to_yaml().encode())
         with connected_sites(plan, out, False, warn, tell, location) as connected:
             exchange = connected.exchange()
-            recorded, diagnosis = with_remaining_sites(
+            recorded, diagnosis = with_remaining(
                 exchange, lambda asked: _diagnose(RecordedExchange(asked), connected.run, chosen)
             )
             record = recorded.as_json(connected.run.federation.client_label)

@@ -20,7 +20,7 @@ from unskew.deployment.server.data_exchange import federation_of_sites, remote_c
 from unskew.deployment.server.masked_engine import check_maskable
 from unskew.deployment.server.membership import check_late_joining
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes, with_remaining_sites
+from unskew.deployment.server.sum_exchange import SiteExchange, reported_sizes
 from unskew.deployment.wire.frames import Frame
 from unskew.errors import ConfigError
 from unskew.methods.dp_sites import site_noise
@@ -33,6 +33,7 @@ from unskew.runs.build_model import match_model_input_range
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.validation import resolve_run
 from unskew.sums.base import SumRequest
+from unskew.sums.exchange import with_remaining
 
 
 def check_method_over_sites(
@@ -171,19 +172,20 @@ def agree_on_data_and_model(
     sums, own = DataSchema.of(reference).needs_sums, deployment.own_data
     if sums:
         exchange = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
-        known = with_remaining_sites(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
+        known = with_remaining(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
         reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
         reference = replace(reference, counts_known=callable(method.weights))
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         sites.connection.header = run_header(config, DataSchema.of(reference))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "client_info", lambda client, frame: frame)
-    federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     counts = None
-    if config.class_weights == "balanced" and not federation.counts_known:
-        asked = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
-        kind = "pixels" if federation.objective.pixels else "classes"
-        counts = asked([SumRequest(kind, {"classes": federation.classes})])[0]["counts"].numpy()
+    if config.class_weights == "balanced" and not reference.counts_known:
+        exchange = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
+        request = SumRequest("pixels" if reference.objective.pixels else "classes", {"classes": reference.classes})
+        counts = with_remaining(exchange, lambda asked: asked([request])[0]["counts"].numpy())
+        frames = {k: frames[k] for k in exchange.clients}
+    federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)
     sites.connection.header = run_header(config, schema)

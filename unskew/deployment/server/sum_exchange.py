@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -25,18 +25,13 @@ from unskew.deployment.wire.fields import LARGEST_NUMBER, read_integer, read_num
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.sums import decode_hidden, decode_sums, encode_requests, requests_key, signed_reply
 from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, printable
-from unskew.errors import EngineError, UnskewError
+from unskew.errors import EngineError
 from unskew.sums.base import SumRequest, Sums
-from unskew.sums.exchange import num_bytes, total
+from unskew.sums.exchange import ClientLeftError, num_bytes, total
 from unskew.sums.registry import SUMS
 
 TRIES = 3
 """Number of attempts if too few sites remain to open a masked sum."""
-Result = TypeVar("Result")
-
-
-class SiteLeftError(UnskewError):
-    """A site was excluded during an exchange, so earlier sums are of other sites than later ones."""
 
 
 class SiteExchange:
@@ -73,7 +68,7 @@ class SiteExchange:
             requests: Requests that every site answers in one message.
 
         Raises:
-            SiteLeftError: If a site was excluded because its reply is invalid; call again without it.
+            ClientLeftError: If a site was excluded because its reply is invalid; call again without it.
             EngineError: If a site does not allow a request, or too few sites reply.
         """
         names = [request.kind for request in requests]
@@ -104,7 +99,7 @@ class SiteExchange:
         if len(self.replies) < len(self.num_samples):
             self.num_samples = {k: self.num_samples[k] for k in self.replies}
             self.traffic = np.zeros((len(self.num_samples), 2), np.int64)
-            raise SiteLeftError("a site was excluded")
+            raise ClientLeftError("a site was excluded")
         return total(requests, self.replies.values())
 
     def _masked(self, requests: Sequence[SumRequest]) -> list[Sums]:
@@ -168,17 +163,3 @@ def reported_sizes(frames: Mapping[int, Frame]) -> dict[int, int]:
         frames: First report of each client.
     """
     return {k: read_integer(frame.config, "num_samples", MOST) for k, frame in frames.items()}
-
-
-def with_remaining_sites(exchange: SiteExchange, compute: Callable[[SiteExchange], Result]) -> Result:
-    """Return what a function computes from sums; without a site that was excluded meanwhile, everything is computed again.
-
-    Args:
-        exchange: Exchange of sums over sites.
-        compute: Function of the exchange.
-    """
-    while True:
-        try:
-            return compute(exchange)
-        except SiteLeftError:
-            continue
