@@ -18,6 +18,7 @@ from support.running import TINY, call
 
 from unskew.cli.common import exit_on_signal
 from unskew.cli.comparison_tables import comparison_table, reaching_table
+from unskew.cli.fit_table import table_of
 from unskew.cli.progress import progress_while_waiting
 from unskew.cli.tables import partition_table
 from unskew.cli.verbosity import LOUDNESS, prepare_streams
@@ -94,6 +95,18 @@ def test_tables_of_a_comparison_are_whole_in_a_narrow_terminal():
     wide = Console(width=200, record=True, file=console.file)
     wide.print(comparison_table([{"method": name, **row} for name in names]))
     assert "────" in wide.export_text()  # where there is room it is a table
+
+
+@pytest.mark.parametrize("width", [80, 110, 115, 120, 130, 150, 200])
+def test_no_column_is_cut_where_all_words_fit_but_not_all_cells(width):
+    metrics = ("c_index", "loss", "uno", "ibs", "risk_gap/365", "risk_gap/730", "risk_gap/1095")
+    table = table_of(("site", *metrics), [("siemens-hospital", *["0.1234 (0.0523 to 0.1781)"] * len(metrics))])
+    console = Console(width=width, record=True, file=io.StringIO())
+    console.print(table)
+    shown = console.export_text()
+    assert max(map(len, shown.splitlines())) <= width
+    assert shown.count("0.1234") == shown.count("0.1781)") == len(metrics)
+    assert all(word in shown for word in ("siemens-hospital", *metrics))
 
 
 def test_large_errors_fit_a_terminal_of_120_columns():

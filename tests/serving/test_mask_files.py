@@ -44,6 +44,12 @@ def test_masks_have_the_size_of_their_images_and_the_gray_values_of_the_classes(
         assert shares == pytest.approx([(mask == level).mean() for level in (0, 100, 200)], abs=1e-5)
 
 
+def test_columns_of_predictions_are_whole_in_a_narrow_terminal(folder, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "40")
+    shown = call(capsys, "predict", folder / "run", folder / "data" / "a" / "test" / "images").out
+    assert shown.count("share(bright)") == shown.count("share(dark)") == 4  # a table of 40 characters would break them
+
+
 def test_predictions_without_a_file_are_a_table_of_shares(folder, capsys):
     shown = call(capsys, "predict", folder / "run", folder / "data" / "a" / "test" / "images" / "00.png", "--json")
     (row,) = json.loads(shown.out)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
@@ -16,11 +17,20 @@ class ReflowTable(Table):
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         omit_empty_columns(self, console)
-        needed = self.__rich_measure__(console, options.update(max_width=10_000)).minimum
-        if needed <= options.max_width:
-            for column in self.columns:  # otherwise rich may shrink a column below its longest word
-                cells = (as_text(cell, console).plain for cell in (column.header, *column.cells))
-                column.min_width = max((len(word) for cell in cells for word in cell.split()), default=0)
+        unlimited = options.update(max_width=10_000)
+        for column in self.columns:
+            column.width = None
+        needed = self.__rich_measure__(console, unlimited)
+        if needed.minimum <= options.max_width:
+            if (
+                needed.maximum > options.max_width
+            ):  # rich may shrink columns below their longest word, and cut the last ones
+                spare = (options.max_width - needed.minimum) / (needed.maximum - needed.minimum)
+                for column in self.columns:
+                    cells = (as_text(cell, console) for cell in (column.header, *column.cells))
+                    widths = [Measurement.get(console, unlimited, cell) for cell in cells]
+                    least, most = (max(side, default=0) for side in zip(*widths, strict=True))
+                    column.width = least + int(spare * (most - least))
             yield from super().__rich_console__(console, options)
         else:
             yield from stacked_below(self, console)

@@ -101,15 +101,16 @@ def predict(
         print_json(lines)
         return
     console = console_for()
-    from rich.table import Table
     from rich.text import Text
+
+    from unskew.cli.fit_table import ReflowTable
 
     binary = inputs.positive_class is not None
     positive = inputs.metrics.positive
     probability = ["probability"] if "one_class" in task.provides else []
     last = titles if numbers else [titles[positive]] if binary else probability
     shown = [names["row"], *kept_columns, *(names[name] for name in chosen)]
-    table = Table(header_style="bold")
+    table = ReflowTable(header_style="bold")
     for title in (*shown, *(names.get(title, title) for title in last)):
         table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
