@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from support.masks import square_folder
 from support.running import call
 
 from unskew.config.inference.client_columns import kind_of_client
@@ -400,3 +401,45 @@ def test_each_file_of_a_folder_becomes_a_client(capsys, label):
 @pytest.mark.parametrize("name", ["Klinik", "Krankenhaus_Nr", "Standort", "hopital"])
 def test_client_columns_have_names_of_other_languages(name):
     assert kind_of_client(name) == 0
+
+
+@pytest.mark.parametrize("prefix", ["", "masks:"])
+def test_folders_of_images_and_masks_are_a_segmentation_of_sites_and_run(capsys, prefix):
+    square_folder(Path("scans"), sites=("philips", "siemens"))
+    outcome = call(capsys, "init", f"{prefix}scans")
+    assert outcome.code == 0, outcome.err
+    assert "a segmentation: 32 images with masks of 2 sites: philips, siemens" in outcome.out
+    written = yaml.safe_load(Path("experiment.yaml").read_text())
+    assert (written["data"], written["partition"], written["model"]) == ("masks:scans", "natural:site", "unet")
+    assert written["segmentation"] == {"values": [0, 100, 200]}
+    summary = runs(capsys)
+    assert (summary["task"], summary["clients"]) == ("segmentation", 2)
+
+
+def test_masks_without_several_sites_are_divided_at_random(capsys):
+    square_folder(Path("scans"), sites=("",))
+    assert call(capsys, "init", "scans", "--out", "random.yaml").code == 0
+    written = yaml.safe_load(Path("random.yaml").read_text())
+    assert (written["partition"], written["clients"]) == ("iid", 2)
+
+
+@pytest.mark.parametrize("options", [(), ("--label", "mask")])
+def test_a_table_with_a_column_of_masks_is_a_segmentation(capsys, options):
+    square_folder(Path("scans"))
+    rows = [f"scans/{s}/train/masks/{k:02}.png,scans/{s}/train/images/{k:02}.png,{s}" for s in "ab" for k in range(12)]
+    Path("list.csv").write_text("\n".join(["mask,picture,clinic", *rows]) + "\n")
+    outcome = call(capsys, "init", "list.csv", *options)
+    assert outcome.code == 0, outcome.err
+    written = yaml.safe_load(Path("experiment.yaml").read_text())
+    expected = {
+        "task": "segmentation",
+        "label": "mask",
+        "image": "picture",
+        "partition": "natural:clinic",
+        "model": "unet",
+    }
+    assert {name: written[name] for name in expected} == expected
+    assert "partition" in call(capsys, "partition", "experiment.yaml").out
+    Path("masks.csv").write_text("mask,clinic\n" + "".join(f"{row.split(',')[0]},{row[-1]}\n" for row in rows))
+    error = call(capsys, "init", "masks.csv", "--label", "mask", "--out", "other.yaml").err
+    assert "no other column has images. Set --image" in error

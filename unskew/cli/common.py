@@ -220,8 +220,9 @@ def set_default_model(config: Experiment, values: Mapping[str, Any]) -> None:
         config: Configuration of the run.
         values: Fields that the user set.
     """
-    if "model" not in values and config.model in ("table-mlp", "text-mlp"):
-        kind = "texts" if config.model == "text-mlp" else "tables"
+    kinds = {"table-mlp": "tables", "text-mlp": "texts", "unet": "masks"}
+    if "model" not in values and config.model in kinds:
+        kind = kinds[config.model]
         print(f"unskew: using model {config.model}, the default for {kind}; --model sets another", file=sys.stderr)
 
 

@@ -25,7 +25,8 @@ def init(
     """Inspect your data, write a commented experiment.yaml for them, and print the next commands.
 
     Options:
-        data: A .csv, .jsonl, .parquet or .npz file, a folder of images, or a data source; digits by default.
+        data: A .csv, .jsonl, .parquet or .npz file, a folder of images, or one with the folders images and masks, or a
+            data source; digits by default.
         label: Label column of a table, if it is not detected.
         clients: Column that names the clients, if it is not detected.
         image: Column with images or paths of image files, if it is not detected.

@@ -362,10 +362,17 @@ class Experiment(DataSpec):
 
 
 def _set_default_model(values: dict[str, Any]) -> None:
-    """Set the default model of labeled texts and tables."""
-    data = values.get("data")
+    """Set the default model of masks, and of labeled texts and tables."""
+    from unskew.tasks.registry import TASKS
+
+    data, task = values.get("data"), TASKS.get(str(values.get("task")))
     labeled = values.get("label") is not None or data == "lung"
-    if not isinstance(data, str) or values.get("model") is not None or not labeled:
+    if not isinstance(data, str) or values.get("model") is not None:
+        return
+    if data.partition(":")[0] in ("masks", "shape-masks") or (task is not None and task.pixels):
+        values["model"] = "unet"
+        return
+    if not labeled:
         return
     data = as_text_source(data, text_columns(values.get("text")))
     if data.partition(":")[0] in ("text", "sentences", "multi_nli"):

@@ -222,8 +222,10 @@ class ModelSpec:
         expected = (2, *self.shape, got[-1] if got else "V") if self.per_token else (2, self.classes, *sides)
         if got != expected:
             text = ", ".join(map(str, expected))
+            hint = " A segmentation needs a model of pixels, such as unet." if self.per_pixel else ""
             raise ConfigError(
                 f"The model returns {got or type(out).__name__} for 2 inputs of shape {self.shape}; expected ({text}) logits."
+                f"{hint}"
             )
         used = list(dict.fromkeys(order))
         owners = {name.rpartition(".")[0] for name in self.names}

@@ -19,7 +19,7 @@ MOST_CLASSES = 100
 MOST_CURVES = 20
 """Maximum number of clients whose curves are stored."""
 FEWEST_EVENTS = 5
-"""Number of held-out events of a client below which a run warns."""
+"""Number of held-out events of a client below which a simulation warns."""
 WRONG_BY = 1.5
 """Factor between mean probability and share from which a run warns: a risk that is wrong by half changes decisions."""
 

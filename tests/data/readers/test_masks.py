@@ -213,3 +213,22 @@ def test_options_of_masks_need_masks():
         load_federation("digits", segmentation={"classes": "a,b"})
     with pytest.raises(ConfigError, match="max_classes=2 requires one class per sample"):
         load_federation("shape-masks", max_classes=2)
+
+
+def test_masks_are_no_classes_of_a_folder_and_need_a_model_of_pixels(tmp_path):
+    square_folder(tmp_path)
+    with pytest.raises(DataError, match=r"images and masks, as for a segmentation. Use masks:"):
+        load_source_for(DataSpec(data=f"folder:{tmp_path}", partition="iid"))
+    assert experiment({"data": f"masks:{tmp_path}", "partition": "natural:site"}).model == "unet"
+    table = {"data": "list.csv", "image": "image", "label": "mask"}
+    assert [experiment({**table, **task}).model for task in ({"task": "segmentation"}, {})] == ["unet", "cnn"]
+    with pytest.raises(ConfigError, match="needs a model of pixels, such as unet"):
+        unskew.run(data=f"masks:{tmp_path}", partition="natural:site", segmentation=SPEC, model="cnn", rounds=1)
+
+
+def test_a_class_may_be_called_masks(tmp_path):
+    for name in ("masks", "faces"):
+        (tmp_path / name).mkdir()
+    assert not has_masks(tmp_path)
+    (tmp_path / "images").mkdir()
+    assert has_masks(tmp_path)

@@ -10,14 +10,16 @@ import numpy as np
 import torch
 
 from unskew.config.inference.client_columns import kind_of_client
+from unskew.config.inference.image_fields import set_image_size, set_mask_fields
 from unskew.config.inference.inferred_config import InferredConfig
-from unskew.config.inference.table_fields import MOST_VALUES, set_image_size, set_table_fields
+from unskew.config.inference.table_fields import MOST_VALUES, set_table_fields
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.data.leaks import find_leaks
 from unskew.data.load import federation_of
 from unskew.data.readers.files import table_files
 from unskew.data.readers.image_folders import SUBFOLDER, class_folders, is_image_file, visible_files, visible_folders
+from unskew.data.readers.masks import has_masks
 from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown_name
@@ -40,8 +42,8 @@ def infer_config(
     """Infer a configuration that runs without changes.
 
     Args:
-        data: A table (.csv, .jsonl, .parquet), arrays (.npz), a folder of images or of tables, or the name of a data
-            source; None means the digits.
+        data: A table (.csv, .jsonl, .parquet), arrays (.npz), a folder of images, of images and masks, or of tables, or the
+            name of a data source; None means the digits.
         label: Label column of a table; None means that it is inferred.
         seed: Random seed of the partition that is described.
         clients: Column of a table, or array, that names the clients; None means that it is inferred.
@@ -56,8 +58,12 @@ def infer_config(
     if csv:
         inferred.set("csv", dict(csv), "format of the CSV files")
     data = data if data is None else data.removeprefix("table:")
+    masks = data is not None and data.startswith("masks:")
+    data = data if data is None else data.removeprefix("masks:")
     path = Path(data).expanduser() if data else Path("digits")
-    if data is not None and path.exists():
+    if data and path.exists() and (masks or (path.is_dir() and has_masks(path))):
+        set_mask_fields(inferred, path, data, clients)
+    elif data is not None and path.exists():
         _look(inferred, path, data, (label, clients, image))
     elif data is None or data.partition(":")[0] in SOURCES:
         inferred.set("data", data or "digits", "a built-in data source")
@@ -149,6 +155,11 @@ def _is_table_folder(path: Path) -> bool:
 
 def _images(inferred: InferredConfig, images: int = 1000) -> None:
     """Set partition and model for images without client information."""
+    if inferred.values["data"] == "shape-masks":
+        inferred.set("partition", "natural:site", "one client per site")
+        inferred.set("model", "unet", "for segmentation")
+        inferred.set("optimizer", "adam")
+        return
     inferred.set("partition", "dirichlet:0.3,min=2", "label skew; others are iid, classes:2 or natural:COLUMN")
     inferred.set("clients", max(2, min(10, images // 20)))
     texts = inferred.values["data"] in ("sentences", "multi_nli") or str(inferred.values["data"]).startswith("text")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
+from unskew.config.inference.image_fields import set_image_size, set_segmentation
 from unskew.config.inference.inferred_config import InferredConfig
 from unskew.config.inference.survival_fields import set_survival_labels, survival_labels, two_labels
 from unskew.data.csv_format import csv_spec
@@ -20,18 +21,18 @@ from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import FILE, is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
 from unskew.data.readers.image_folders import IMAGES
-from unskew.data.readers.images import image_bytes, is_image, open_image, upright_size
+from unskew.data.readers.images import image_bytes, is_image
 from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
 from unskew.expressions import quote, unquote
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
+MASK = r"(^|[\W_])masks?($|[\W_])"
+"""Names of columns with masks."""
 GROUPS = r"(.*[_ .-])?(id|key|code)|[a-z]+Id|[a-z]+ID"
 """Names of columns that may identify a person or object with several rows."""
 MOST_CLASSES, MOST_VALUES = 100, 50
 """Maximum numbers of distinct values of a numeric class label, and of a categorical string column."""
-SIDE, KEPT_SIDE = 32, 64
-"""Images are resized to the first side length, unless all have the same size of at most the second."""
 CODES = 12
 """Integer columns with at most this many distinct values may be category codes."""
 WORDS = 3
@@ -65,7 +66,8 @@ def set_table_fields(
         if name not in columns:
             raise ConfigError(unknown_name("column", name, columns))
     folder = path if path.is_dir() else path.parent
-    images = [image] if image else [c for c in columns if _has_images(table.column(c), folder)]
+    images = [c for c in columns if c == image or _has_images(table.column(c), folder)]
+    images.sort(key=lambda c: (c != image, bool(re.search(MASK, c, re.I))))  # masks are inputs only if nothing else is
     nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
     named = [c for c in columns if metadata_class_names(table, c)]
@@ -73,6 +75,7 @@ def set_table_fields(
     complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients, files)]
     times = chosen or (None if label or named else survival_labels(table, complete, distinct))
     guessed = None if label else next(iter(named), None) or (times and times[1]) or _label(complete, distinct, n)
+    guessed = guessed or (None if label else next((c for c in images[1:] if re.search(MASK, c, re.I)), None))
     label = times[1] if times else label or guessed
     if label is None:
         raise ConfigError(
@@ -83,6 +86,13 @@ def set_table_fields(
         raise DataError(
             f"{path}: {table.column(label).null_count} of {n} rows have no value in the label column {label}. Remove "
             "these rows, or set --label to another column."
+        )
+    masks = label in images
+    images = [c for c in images if c != label]
+    if masks and not images:
+        raise ConfigError(
+            f"{path}: the label column {label} has images, the masks of a segmentation, but no other column has images. "
+            "Set --image to their column, or --label to another column."
         )
     labels = times or (label,)
     owners = client_columns(table, [c for c in columns if c not in (*labels, *nested, files)], distinct, clients)
@@ -101,6 +111,8 @@ def set_table_fields(
     is_number = not times and label not in named and is_numeric(table.column(label).type)
     if is_number and (distinct[label] > MOST_CLASSES or (_numbers(table.column(label)) % 1 != 0).any()):
         inferred.set("task", "regression", "predict a number, not a class")
+    if masks:
+        inferred.set("task", "segmentation", "predict the class of each pixel")
     if images:
         inferred.set("image", images[0], "the inputs are the images in this column")
         column = table.column(images[0])
@@ -108,7 +120,10 @@ def set_table_fields(
         contents = (blob for _, blob in image_bytes(column, str(path), folder))
         set_image_size(inferred, [folder / p for p in column.to_pylist()] if paths else [*map(io.BytesIO, contents)])
         _set_partition(inferred, owners, distinct, table)
-        inferred.set("model", "cnn", "unskew models lists all models")
+        if masks:
+            set_segmentation(inferred, image_bytes(table.column(label), str(path), folder))
+        else:
+            inferred.set("model", "cnn", "unskew models lists all models")
         return
     rest = [c for c in columns if c not in (*labels, owners.chosen, files)]
     constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
@@ -210,27 +225,6 @@ def _words(table: Any, column: str) -> float:
     """Return the mean number of words in a string column."""
     values = table.column(column).drop_null().to_pylist()
     return sum(len(value.split()) for value in values) / max(1, len(values))
-
-
-def set_image_size(inferred: InferredConfig, images: Sequence[Path | io.BytesIO]) -> None:
-    """Set the image size, unless all images have the same small size.
-
-    Args:
-        inferred: Configuration to complete.
-        images: Files, or their contents.
-    """
-    sizes = set()
-    for image in images:
-        try:
-            with open_image(image) as opened:
-                sizes.add(upright_size(opened))
-        except (OSError, ValueError, SyntaxError) as error:
-            name = f"The image {image}" if isinstance(image, Path) else "An image of the table"
-            raise DataError(f"{name} cannot be read ({error}). Repair or remove it.") from error
-    if len(sizes) == 1 and max(width_height := sizes.pop()) <= KEPT_SIDE:
-        inferred.seen.append("all images have {} x {} pixels, so image_size is not set".format(*width_height))
-    else:
-        inferred.set("image_size", SIDE, "images are resized to this side length; larger images take longer")
 
 
 def _distinct(column: Any) -> int:

@@ -64,8 +64,9 @@ def image_mask_folders(path: Path) -> dict[tuple[str, str], tuple[list[Path], li
 
 
 def has_masks(path: Path) -> bool:
-    """Return whether a folder has folders of masks, as in ``image_mask_folders``."""
-    return any(folder.is_dir() for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{MASKS}"))
+    """Return whether a folder has folders ``masks`` next to folders ``images``, as in ``image_mask_folders``."""
+    found = (folder for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{MASKS}"))
+    return any(folder.is_dir() and folder.with_name(IMAGES).is_dir() for folder in found)
 
 
 def mask_tables(path: Path) -> tuple[Any, Any | None]:

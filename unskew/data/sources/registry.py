@@ -31,7 +31,7 @@ from unskew.data.readers.files import (
     table_files,
 )
 from unskew.data.readers.image_folders import SUBFOLDER, class_folders, folder_tables
-from unskew.data.readers.masks import image_mask_folders, mask_tables
+from unskew.data.readers.masks import has_masks, image_mask_folders, mask_tables
 from unskew.data.readers.tables import SampleTable, Source, source_from_tables
 from unskew.data.sources.builtin import digits, gaussians, lung, scikit_learn_table
 from unskew.data.sources.dsprites import dsprites
@@ -222,6 +222,11 @@ def load_source(
     where = absolute_path(path)
     if kind in LAYOUTS and where is not None:
         LAYOUTS[kind](where)
+    if kind == "folder" and where is not None and has_masks(where):
+        raise DataError(
+            f"{where} has folders images and masks, as for a segmentation. Use masks:{path}, or for a classification, move "
+            "the masks elsewhere."
+        )
     request = SourceRequest(kind, where, label, image, label_separator, size, classes, choice, csv, masks)
     return load_cached(request, files_stamp(where))
 
