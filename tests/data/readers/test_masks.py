@@ -7,8 +7,10 @@ import pytest
 import torch
 from PIL import Image
 
+import unskew
+from unskew.config.loader import experiment
 from unskew.data.load import load_federation, load_source_for
-from unskew.data.readers.masks import classes_of_masks, decode_mask, mask_columns, resize_masks
+from unskew.data.readers.masks import classes_of_masks, decode_mask, has_masks, mask_columns, resize_masks
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec
 from unskew.errors import ConfigError, DataError
@@ -216,14 +218,14 @@ def test_options_of_masks_need_masks():
 
 
 def test_masks_are_no_classes_of_a_folder_and_need_a_model_of_pixels(tmp_path):
-    square_folder(tmp_path)
+    fill(tmp_path)
     with pytest.raises(DataError, match=r"images and masks, as for a segmentation. Use masks:"):
         load_source_for(DataSpec(data=f"folder:{tmp_path}", partition="iid"))
-    assert experiment({"data": f"masks:{tmp_path}", "partition": "natural:site"}).model == "unet"
+    assert experiment({"data": f"masks:{tmp_path}", "partition": "iid"}).model == "unet"
     table = {"data": "list.csv", "image": "image", "label": "mask"}
     assert [experiment({**table, **task}).model for task in ({"task": "segmentation"}, {})] == ["unet", "cnn"]
     with pytest.raises(ConfigError, match="needs a model of pixels, such as unet"):
-        unskew.run(data=f"masks:{tmp_path}", partition="natural:site", segmentation=SPEC, model="cnn", rounds=1)
+        unskew.run(data=f"masks:{tmp_path}", partition="iid", clients=2, model="logistic", rounds=1)
 
 
 def test_a_class_may_be_called_masks(tmp_path):
