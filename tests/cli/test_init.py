@@ -413,7 +413,8 @@ def test_folders_of_images_and_masks_are_a_segmentation_of_sites_and_run(capsys,
     assert (written["data"], written["partition"], written["model"]) == ("masks:scans", "natural:site", "unet")
     assert written["segmentation"] == {"values": [0, 100, 200]}
     summary = runs(capsys)
-    assert summary["clients"] == 2 and "dice" in summary
+    assert summary["clients"] == 2
+    assert "dice" in summary
 
 
 def test_masks_without_several_sites_are_divided_at_random(capsys):
