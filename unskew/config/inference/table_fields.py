@@ -147,7 +147,7 @@ def set_table_fields(
         same = f"{n} rows with {distinct[group]} values; rows with the same value are never split"
         inferred.set("split_by", quote(group), same)
     if categories:
-        inferred.set("categories", categories, "each value gets an embedding")
+        inferred.set("categories", categories, "each value gets a weight" if times else "each value gets an embedding")
     if dates:
         inferred.set("dates", dates, "days since 1970")
     if any(table.column(c).null_count for c in [*numbers, *dates]):
