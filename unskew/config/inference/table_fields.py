@@ -91,7 +91,8 @@ def set_table_fields(
     gaps = [
         c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
     ]
-    inferred.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
+    which = "" if times else f"; the label {label} has {distinct[label]} values{guess}"
+    inferred.seen.append(f"{n} rows, {len(columns)} columns{which}")
     if gaps:
         inferred.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
     inferred.set("data", data)
