@@ -326,10 +326,33 @@ def test_the_terminal_says_how_often_advice_was_right(capsys):
     some = [Suggestion("scaffold", 1.25, [("Only", 2.0)], [])]
     print_advice(
         Console(width=200),
-        Advice(some, [], left, [], 1, None, SimpleNamespace(needs_personal_models=False)),
+        Advice(some, [], left, [], 1, None, SimpleNamespace(needs_personal_models=False, task="classification")),
         "unskew compare",
     )
     printed = capsys.readouterr().out
     assert reliability("global") in " ".join(printed.split())
     assert "fedft: fedft" not in printed
     assert "hfcl: It would" in printed
+
+
+def test_without_evidence_for_the_task_there_are_no_expected_gains(capsys, monkeypatch):
+    from rich.console import Console
+
+    from unskew.cli.advice import print_advice
+
+    draws = np.random.default_rng(0)
+    clients = [
+        (draws.normal(size=(60, 2)), np.stack([draws.exponential(100, 60), draws.random(60) < 0.7], 1))
+        for _ in range(3)
+    ]
+    federation = unskew.Federation.from_arrays(clients, test=clients[0], task="survival", options={"until": 500})
+    advice = unskew.diagnose(federation, model="proportional", curvature=False).advice()
+    assert advice.suggestions
+    print_advice(Console(width=200), advice, "unskew compare")
+    printed = capsys.readouterr().out
+    assert printed.strip().startswith("There is no evidence for the task survival")
+    assert "Expected gain" not in printed
+    assert reliability("global") not in " ".join(printed.split())
+    plain = advice.as_json()
+    assert {entry["gain"] for entry in plain["suggestions"] + plain["personal"]} == {None}
+    assert plain["notes"][0] == advice.caveat == str(advice).splitlines()[0]

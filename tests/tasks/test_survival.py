@@ -250,9 +250,10 @@ def test_a_single_site_may_have_no_event():
 @pytest.mark.parametrize(
     ("time", "event", "message"),
     [
-        (-1.0, 1.0, "Row 2 of a has a negative time"), (np.nan, 1.0, "Row 2 of a has a time that is missing"),
-        (np.inf, 1.0, "missing or infinite"), (1.0, 2.0, "Row 2 of a has the event indicator 2"),
-        (1.0, np.nan, "Row 2 of a has no event indicator"),
+        (-1.0, 1.0, r"Row 1 \(from 0\) of a has a negative time"),
+        (np.nan, 1.0, r"Row 1 \(from 0\) of a has a time that is missing"),
+        (np.inf, 1.0, "missing or infinite"), (1.0, 2.0, r"Row 1 \(from 0\) of a has the event indicator 2"),
+        (1.0, np.nan, r"Row 1 \(from 0\) of a has no event indicator"),
     ],
 )  # fmt: skip
 def test_times_and_events_are_validated(time, event, message):
@@ -283,8 +284,11 @@ def test_events_may_be_written_in_several_ways(values, event, expected):
 @pytest.mark.parametrize(
     ("values", "event", "message"),
     [
-        ([0, 1, 2], None, "more than two values"), ([1, 2], None, "has the values 1, 2. Set survival.event"),
-        (["a", "b"], "c", "survival.event is 'c', but"), ([1, None], None, "1 missing values .first: row 2"),
+        ([0, 1, 1, 0, 2], None, "more than two values: 0, 1, 2.*Remove or recode.*'2', is first in row 4"),
+        ([*range(30)], None, "Write label as the column of times, then the column of events"),
+        ([1, 2], None, "has the values 1, 2. Set survival.event"),
+        (["a", "b"], "c", "survival.event is 'c', but"),
+        ([1, None], None, "1 missing values .first: row 1, counted from 0"),
         ([1.0, float("nan")], None, "1 missing values"),
     ],
 )  # fmt: skip

@@ -47,6 +47,8 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
         console.print(Padding(Text(text, style=style or ""), (0, 0, 0, indent)))
 
     console.print()
+    if advice.caveat:
+        say(advice.caveat)
     groups = (
         ("Methods worth comparing with fedavg", advice.suggestions),
         ("On the clients' own data, where each client may have its own model", advice.personal),
@@ -64,7 +66,7 @@ def print_advice(console: Console, advice: Advice, command: str) -> None:
             say(f"{number}. {suggestion.method}{time}{sent}", style="bold")
             for text in (suggestion.reason, *suggestion.cautions):
                 say(text, 3)
-    if advice.suggestions:
+    if advice.suggestions and not advice.caveat:
         say(f"{reliability('global')} See docs/advice.md.")
     if advice.excluded:
         say("Not applicable", style="italic")

@@ -27,7 +27,7 @@ def init(
     Options:
         data: A .csv, .jsonl, .parquet or .npz file, a folder of images, or one with the folders images and masks, or a
             data source; digits by default.
-        label: Label column of a table, if it is not detected.
+        label: Label column of a table, if it is not detected; time and event for survival: days,event.
         clients: Column that names the clients, if it is not detected.
         image: Column with images or paths of image files, if it is not detected.
         out: File to write; it must not exist yet.

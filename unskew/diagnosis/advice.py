@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from unskew.config.loader import experiment
-from unskew.diagnosis.advice_notes import budget_notes, notes
+from unskew.diagnosis.advice_notes import budget_notes, evidence_note, notes
 from unskew.diagnosis.evidence import (
     CONSIDERED,
+    MEASURED_TASKS,
     SUGGESTED,
     WORTHWHILE,
     ExpectedGain,
@@ -52,7 +53,8 @@ class Suggestion:
     Attributes:
         method: Method expression.
         gain: Expected difference to tuned FedAvg in points of the primary metric.
-        measured: Title and measured difference of the most similar federations of the benchmark.
+        measured: Title and measured difference of the most similar federations of the benchmark; empty if no method was
+            measured on the task, so that the gain only orders methods.
         cautions: Warnings of the method about this setting.
         megabytes: Traffic up and down over all clients; None if no traffic limit was set.
         seconds: Estimated time of the run in seconds; None if it was not estimated.
@@ -70,8 +72,14 @@ class Suggestion:
     @property
     def reason(self) -> str:
         """Expected gain and the measurements that it is based on, as a sentence."""
+        if not self.measured:
+            return "Above tuned FedAvg on other tasks; the gain on this one is unknown."
         similar = "; ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
         return f"Expected gain over tuned FedAvg: {self.gain:+.1f} points. Most similar data measured: {similar}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Return all fields as plain values; the gain is None if no method was measured on the task."""
+        return {**asdict(self), "gain": self.gain if self.measured else None}
 
 
 @dataclass(frozen=True)
@@ -120,8 +128,13 @@ class Advice(NotebookTable):
         personal = [s.method for s in self.personal if has_personal_models(method(s.method), spec)]
         return [*names, *(personal[:PERSONAL] or ["ft"]), "local"]
 
+    @property
+    def caveat(self) -> str:
+        """Note that no method was measured on the task; empty if some were."""
+        return evidence_note(self.situation.task)
+
     def _sentences(self) -> list[str]:
-        return [f"Compare {', '.join(self.methods)}.", *self.notes]
+        return [*filter(None, [self.caveat]), f"Compare {', '.join(self.methods)}.", *self.notes]
 
     def _shown(self) -> list[dict[str, object]]:
         groups = {"one global model": self.suggestions, "the clients' own data": self.personal}
@@ -215,17 +228,17 @@ class Advice(NotebookTable):
     def as_json(self) -> dict[str, Any]:
         """Return all fields as plain values."""
         return {
-            "suggestions": [asdict(entry) for entry in self.suggestions],
-            "personal": [asdict(entry) for entry in self.personal],
+            "suggestions": [entry.as_json() for entry in self.suggestions],
+            "personal": [entry.as_json() for entry in self.personal],
             "excluded": [asdict(entry) for entry in self.excluded],
-            "notes": self.notes,
+            "notes": [*filter(None, [self.caveat]), *self.notes],
             "methods": self.methods,
             "command": self.command(),
         }
 
     def __str__(self) -> str:
         """Return the advice as text."""
-        lines = []
+        lines = [self.caveat] if self.caveat else []
         for title, entries in (
             ("", self.suggestions),
             ("On the clients' own data, also with a model for each client:", self.personal),
@@ -335,4 +348,5 @@ def evaluate_suggestion(
                 f"{limits.traffic / 1e6:.3g} MB allowed.",
             )
     megabytes = None if total is None else total / 1e6
-    return Suggestion(expected.method, expected.gain, expected.measured, list(warnings), megabytes)
+    measured = expected.measured if setting.federation.task in MEASURED_TASKS else []
+    return Suggestion(expected.method, expected.gain, measured, list(warnings), megabytes)

@@ -40,6 +40,7 @@ class DiagnosisReport(NotebookTable):
         measurements: Measurements at each model, in order.
         sites: Rows, outcome, missing values and shifted columns of each client.
         setting: Data, model and configuration, which the advice uses to validate methods.
+        not_requested: Statistics of labels and gradients that sites were not asked for.
     """
 
     details: dict[str, Any]
@@ -47,6 +48,7 @@ class DiagnosisReport(NotebookTable):
     measurements: list[HeterogeneityMeasurement]
     sites: SiteDifferences
     setting: AdviceContext | None = field(default=None, compare=False)
+    not_requested: tuple[str, ...] = ()
 
     def advice(
         self,
@@ -84,6 +86,9 @@ class DiagnosisReport(NotebookTable):
         if distance is None or chance is None:
             metrics = self.measurements[0].metrics
             zeta2, norm2 = metrics["zeta2"], metrics["gradient2"]
+            if zeta2 is None and "gradients" in self.not_requested:
+                names = " and ".join(self.not_requested)
+                return f"The skew was not measured, because {names} were not requested (--statistics)."
             if zeta2 is None or not norm2:
                 return "The skew was not measured, because these data have neither labels nor gradients to compare."
             return (

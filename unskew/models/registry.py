@@ -58,6 +58,11 @@ class ModelEntry:
     texts: bool = False
     pixels: bool = False
 
+    @property
+    def reads_categories(self) -> bool:
+        """Whether the model learns weights for each category, so that its constructor needs `categories`."""
+        return any(parameter.name == "categories" for parameter in _parameters(self.constructor))
+
 
 MODELS: dict[str, ModelEntry] = {
     entry.name: entry

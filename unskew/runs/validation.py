@@ -98,7 +98,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
-    if coded and model is None and config.model in MODELS and config.model not in ("table-mlp", "logistic"):
+    if coded and model is None and config.model in MODELS and not MODELS[config.model].reads_categories:
         warnings.append(
             f"{config.model} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
             "logistic or table-mlp, which learn weights for each category."

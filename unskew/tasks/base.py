@@ -46,6 +46,9 @@ class Task:
     coded_labels: ClassVar[tuple[int, ...]] = ()
     """Positions of label columns that need not have numbers, because ``encode_column`` reads them."""
 
+    label_order: ClassVar[str] = ""
+    """Order of the label columns of a table, in words; empty if any order is right."""
+
     standardized: ClassVar[bool] = False
     """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
 

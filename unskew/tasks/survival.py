@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import math
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,7 +34,7 @@ from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
-from unskew.tasks.survival_columns import value_text
+from unskew.tasks.survival_columns import FEWEST_TIMES, value_text
 from unskew.tasks.survival_evaluation import (
     SurvivalPredictions,
     censored_at,
@@ -63,6 +64,7 @@ class Survival(Task):
         section: Section of the configuration with its options.
         provides: What the task provides of a sample.
         numeric_labels: Whether the labels of a table are columns of numbers.
+        label_order: Order of the label columns.
         coded_labels: Positions of the label columns that ``encode_column`` reads.
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
@@ -92,6 +94,7 @@ class Survival(Task):
     section: ClassVar[str] = "survival"
     provides: ClassVar[frozenset[str]] = frozenset(("vector",))
     numeric_labels: ClassVar[bool] = True
+    label_order: ClassVar[str] = "the column of times, then the column of events"
     coded_labels: ClassVar[tuple[int, ...]] = (1,)
     output_kind: ClassVar[str] = "survival"
     loss_options: ClassVar[tuple[str, ...]] = ("piecewise", "discrete")
@@ -224,7 +227,9 @@ class Survival(Task):
             if rows := torch.nonzero(bad)[:, 0].tolist():
                 value = what.replace("%g", f"{float(event[rows[0]]):g}")
                 remedy = "Write the time first, then 1 for an event or 0" if swapped else "Correct or remove these rows"
-                raise DataError(f"Row {rows[0] + 1} of {who} has {value} ({len(rows)} of {len(y)} rows). {remedy}.")
+                raise DataError(
+                    f"Row {rows[0]} (from 0) of {who} has {value} ({len(rows)} of {len(y)} rows). {remedy}."
+                )
         return y.contiguous()
 
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
@@ -234,8 +239,8 @@ class Survival(Task):
         """Validate that there are two label columns (raises ``ConfigError`` otherwise)."""
         if len(names) != 2:
             raise ConfigError(
-                f"task=survival needs two label columns, but label is {','.join(names)}. Write the column of times, then the "
-                "column of events, as in label: days,event."
+                f"task=survival needs two label columns, but label is {','.join(names)}. Write {self.label_order}, as in "
+                "label: days,event."
             )
 
     def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
@@ -253,15 +258,22 @@ class Survival(Task):
         missing = [row for row, value in enumerate(values) if value is None or value != value]
         if missing:
             raise DataError(
-                f"{where}: the event column {name!r} has {len(missing)} missing values (first: row {missing[0] + 1}). Remove "
-                "those rows."
+                f"{where}: the event column {name!r} has {len(missing)} missing values (first: row {missing[0]}, "
+                "counted from 0). Remove those rows."
             )
         texts = [value_text(value) for value in values]
         known, shown = sorted({*texts}), abbreviate(sorted({*texts}))
         if len(known) > 2:
+            rarest = min(known, key=Counter(texts).__getitem__)
+            remedy = f"Write label as {self.label_order}."
+            if len(known) <= FEWEST_TIMES:
+                remedy = (
+                    f"Remove or recode the rows with other values. The rarest, {rarest!r}, is first in row "
+                    f"{texts.index(rarest)} (from 0)."
+                )
             raise DataError(
                 f"{where}: the event column {name!r} has more than two values: {shown}. It must say for each row whether the "
-                "event was observed. Write label as the column of times, then the column of events."
+                f"event was observed. {remedy}"
             )
         if self.event is None and not {*known} <= {"0", "1"}:
             raise DataError(

@@ -12,12 +12,15 @@ from support.running import call
 from support.tolerance import near
 
 import unskew
+from unskew.config.loader import experiment
 from unskew.data.column_statistics import category_bytes, column_totals
 from unskew.data.readers.encoders import Encoder, category_counts
 from unskew.errors import ConfigError, DataError
-from unskew.models.registry import build_model
+from unskew.methods.registry import method
+from unskew.models.registry import MODELS, build_model
 from unskew.models.zoo.basic import Logistic
 from unskew.models.zoo.tabular import TableMLP
+from unskew.runs.validation import resolve_run
 from unskew.sums.base import ClientRows
 from unskew.sums.exchange import SimulatedExchange
 from unskew.testing import assert_engines_agree
@@ -199,6 +202,13 @@ def test_values_of_a_category_are_no_sum(table):
     assert unskew.run(numbers, model="logistic", secure_aggregation="required", **TINY).summary["bytes_up"] > 0
     with pytest.warns(UserWarning, match="mlp treats the category codes of drug, smoker as numbers"):
         unskew.run(load(table), model="mlp", **TINY)
+
+
+@pytest.mark.parametrize("model", [name for name, entry in MODELS.items() if entry.reads_categories])
+def test_models_with_weights_for_each_category_do_not_warn_of_codes(table, model):
+    config = experiment({"model": model, "rounds": 1})
+    warnings = resolve_run(config, load(table), None, method("fedavg")).warnings
+    assert not any("category codes" in warning for warning in warnings)
 
 
 def test_logistic_regression_has_a_weight_for_each_category():

@@ -63,11 +63,12 @@ def test_labels_and_options_are_validated(label, options, error, message, tmp_pa
 @pytest.mark.parametrize(
     ("column", "values", "message"),
     [
-        ("days", [-1.0, *range(1, 60)], "Row 1 of .* has a negative time"),
-        ("days", ["", *range(1, 60)], "'days' has 1 missing or infinite values"),
-        ("days", ["soon", *range(1, 60)], "survival requires numbers"),
+        ("days", [-1.0, *range(1, 60)], r"Row 0 \(from 0\) of .* has a negative time"),
+        ("days", ["", *range(1, 60)], "'days' has 1 missing or infinite values .first: row 0, counted from 0"),
+        ("days", ["soon", *range(1, 60)], r"survival requires numbers\.$"),
+        ("days", ["soon", "late"] * 30, r"Write label as the column of times, then the column of events\.$"),
         ("days", [1, 2] * 30, "only two values, 1 and 2"),
-        ("vital", ["", *([1, 0] * 29), 1], "event column 'vital' has 1 missing values .first: row 1"),
+        ("vital", ["", *([1, 0] * 29), 1], "event column 'vital' has 1 missing values .first: row 0"),
         ("vital", [0] * 60, "No training row has an event"),
     ],
 )  # fmt: skip

@@ -95,6 +95,12 @@ def test_a_table_over_sites_has_the_numbers_of_a_simulation_also_under_masks(tmp
     assert bool(found.report.sites.rows) == (masks == "off")
 
 
+def test_the_summary_says_that_neither_labels_nor_gradients_were_requested(tmp_path):
+    found, _ = diagnosed(tmp_path, SITES, ["features"], {"allow": ["features"], "min_count": 1})
+    expected = "The skew was not measured, because counts and gradients were not requested (--statistics)."
+    assert found.report.summary() == expected
+
+
 def test_only_the_statistics_that_are_named_are_asked_for(tmp_path):
     found, place = diagnosed(tmp_path, SITES, ["counts"], {"allow": ["counts"], "min_count": 1})
     asked = {kind for _, frame in place.link.sent for kind in str(frame.config.get("requests", "")).split('"')}

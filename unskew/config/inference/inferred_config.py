@@ -16,11 +16,13 @@ class InferredConfig:
         values: Fields of the experiment with their values.
         why: Comment of each field; may be empty.
         seen: Lines that describe the data.
+        commented: Values of fields that are written as a comment, with the reason, after the field with this name.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
     seen: list[str] = field(default_factory=list)
+    commented: dict[str, tuple[dict[str, Any], str]] = field(default_factory=dict)
 
     def set(self, name: str, value: Any, why: str = "") -> None:
         """Add a field.
@@ -45,7 +47,13 @@ class InferredConfig:
         for name, value in self.values.items():
             if name in ("model", "rounds", "target"):
                 lines.append("")
-            flow = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
-            written = f"{name}: {flow.strip().removesuffix('...').strip()}"
-            lines.append(f"{written}  # {self.why[name]}" if self.why[name] else written)
+            lines.append(_line(name, value, self.why[name]))
+            fields, why = self.commented.get(name, ({}, ""))
+            lines += [f"# {_line(other, alternative, why)}" for other, alternative in fields.items()]
         return "\n".join(lines) + "\n"
+
+
+def _line(name: str, value: Any, why: str) -> str:
+    flow = yaml.safe_dump(value, default_flow_style=True, width=1000, allow_unicode=True)
+    written = f"{name}: {flow.strip().removesuffix('...').strip()}"
+    return f"{written}  # {why}" if why else written

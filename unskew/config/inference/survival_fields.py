@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from decimal import Decimal
 from typing import Any
 
 from unskew.config.inference.inferred_config import InferredConfig
+from unskew.data.readers.arrow import pa
+from unskew.data.readers.column_roles import is_numeric
 from unskew.data.readers.labels import is_time_column
 from unskew.expressions import parse_names, quote
 from unskew.tasks.survival_columns import event_value, is_event_name, value_text
@@ -36,7 +40,7 @@ def survival_labels(table: Any, columns: Sequence[str], distinct: Mapping[str, i
 
 
 def set_survival_labels(inferred: InferredConfig, table: Any, time: str, event: str, guessed: bool) -> None:
-    """Set task, label columns and the value that means the event.
+    """Set task, label columns and the value that means the event, and suggest the last time in a comment.
 
     Args:
         inferred: Configuration to complete.
@@ -54,5 +58,23 @@ def set_survival_labels(inferred: InferredConfig, table: Any, time: str, event: 
     )
     inferred.set("task", "survival", "predict the time until an event, with censored rows")
     inferred.set("label", f"{quote(time)},{quote(event)}", "time, then event")
+    options: dict[str, Any] = {}
     if meant is not None:
-        inferred.set("survival", {"event": int(meant) if meant.isdigit() else meant}, "value that means the event")
+        options["event"] = int(meant) if meant.isdigit() else meant
+        inferred.set("survival", options, "value that means the event")
+    longest = pa.compute.max(table.column(time)).as_py() if is_numeric(table.column(time).type) else None
+    if longest and 0 < longest < math.inf:
+        why = "without until, the largest time becomes known to all clients up to 4 %"
+        last = "survival" if options else "task"
+        inferred.commented[last] = {"survival": {**options, "until": round_up(float(longest))}}, why
+
+
+def round_up(value: float) -> float:
+    """Return a positive number rounded up to two significant digits; an integer if it is at least 10.
+
+    >>> round_up(1022.0), round_up(0.123), round_up(99.5), round_up(1100.0)
+    (1100, 0.13, 100, 1100)
+    """
+    power = math.floor(math.log10(value)) - 1
+    digits = math.ceil(Decimal(repr(value)).scaleb(-power))
+    return digits * 10**power if power >= 0 else float(Decimal(digits).scaleb(power))

@@ -101,7 +101,8 @@ def set_table_fields(
     gaps = [
         c for c in columns if guessed and table.column(c).null_count and distinct[c] <= 1 + min(MOST_CLASSES, n // 4)
     ]
-    inferred.seen.append(f"{n} rows, {len(columns)} columns; the label {label} has {distinct[label]} values{guess}")
+    which = "" if times else f"; the label {label} has {distinct[label]} values{guess}"
+    inferred.seen.append(f"{n} rows, {len(columns)} columns{which}")
     if gaps:
         inferred.seen.append(f"not considered as labels because of missing values: {', '.join(gaps)}")
     inferred.set("data", data)
@@ -162,7 +163,7 @@ def set_table_fields(
         same = f"{n} rows with {distinct[group]} values; rows with the same value are never split"
         inferred.set("split_by", quote(group), same)
     if categories:
-        inferred.set("categories", categories, "each value gets an embedding")
+        inferred.set("categories", categories, "each value gets a weight" if times else "each value gets an embedding")
     if dates:
         inferred.set("dates", dates, "days since 1970")
     if any(table.column(c).null_count for c in [*numbers, *dates]):

@@ -121,15 +121,18 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -
                 values = part.column(column).drop_null()
                 reason = why_text(values) if is_string(kind) else None
                 example = reason or (f"such as {values[0].as_py()}" if len(values) else "no values")
+                order = f" Write label as {task.label_order}." if task.label_order and reason is None else ""
                 raise DataError(
                     f"{where}: the target column {column!r} contains {kind} ({example}), but {task.name} requires numbers."
+                    f"{order}"
                 )
         targets = {column: part.column(column).cast(pa.float64(), safe=False).to_numpy() for column in numbers}
         for column, values in targets.items():
-            bad = int((~np.isfinite(values)).sum())
-            if bad:
+            bad = np.flatnonzero(~np.isfinite(values))
+            if len(bad):
                 raise DataError(
-                    f"{where}: the target column {column!r} has {bad} missing or infinite values. Remove those rows."
+                    f"{where}: the target column {column!r} has {len(bad)} missing or infinite values (first: row {bad[0]}, "
+                    "counted from 0). Remove those rows."
                 )
         targets |= {c: task.encode_column(i, c, part.column(c).to_pylist(), where) for c, i in coded.items()}
         ys.append(np.column_stack([targets[column] for column in columns]))

@@ -79,7 +79,7 @@ def lung_table() -> Any:
     package = find_spec("lifelines")
     file = None if package is None or package.origin is None else Path(package.origin).parent / "datasets/lung.csv"
     if file is None or not file.is_file():
-        raise DataError("The data set lung comes with the package lifelines. Run pip install lifelines.")
+        raise DataError("The data set lung comes with the package lifelines. Run pip install --no-deps lifelines.")
     rows, _ = file_tables(file)
     rows = rows.rename_columns([LUNG.get(name, name) for name in rows.column_names])
     rows = rows.filter(pa.compute.is_valid(rows.column("institution")))

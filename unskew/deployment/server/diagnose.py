@@ -333,12 +333,14 @@ def _diagnose(
         "batch": config.batch_size,
         "seed": config.seed,
     }
+    asked = ("counts", "gradients") if "counts" in fed.objective.provides else ("gradients",)
     report = DiagnosisReport(
         details,
         labels,
         [HeterogeneityMeasurement("initial model", metrics)],
         sites,
         AdviceContext(config, fed, None, run.spec, False),
+        tuple(name for name in asked if name not in chosen),
     )
     return exchange, SitesDiagnosis(report, columns, classes, [*hidden_counts(exchange, run), *_notes(chosen)])
 
