@@ -39,6 +39,7 @@ REASONS = {
     **dict.fromkeys(("fedtgp", "fedgh", "feduv", "fedetf", "fedpac", "fedsol"), ONE_CLASS),
     "fedas": "it aligns the mean features of classes",
     "feddbe": VECTOR,
+    "gpfl": "it has an embedding for each class",
 }
 """Methods that do not support segmentation, with the reason."""
 MODELS = {

@@ -80,6 +80,7 @@ METHODS: dict[str, str] = {
     "fedas": "unskew.methods.fedas:FedAS",
     "fedrod": "unskew.methods.fedrod:FedRoD",
     "feddbe": "unskew.methods.feddbe:FedDBE",
+    "gpfl": "unskew.methods.gpfl:GPFL",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "flora": "unskew.methods.flora:FLoRA",
