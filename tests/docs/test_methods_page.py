@@ -114,6 +114,8 @@ def test_the_costs_of_methods_are_those_counted():
             "Cf": 10 * 8,
             "2Cf": 2 * 10 * 8,
             "f": 8,
+            "6f": 6 * 8,
+            "2f²": 2 * 8 * 8,
             "w": 10,
             "fw": 8 * 10,
             "none": 0,
