@@ -101,11 +101,12 @@ class GPFL(ClientRule, LocalHeadParameters):
     # ---- at the clients -------------------------------------------------------------------------------------------------
 
     def begin(self, ctx: Context) -> Tensors:
-        """Start from the received model with the personal condition ``p_k``."""
+        """Start from the received model with the personal condition ``p_k``, which is not trained."""
         counts, embeddings = ctx.client_info["counts"], head_parameters_of(ctx.spec, ctx.v_global)["embeddings"]
         q = counts.to(embeddings) / counts.sum()
-        own = self._condition(ctx.spec)
-        return {START: torch.cat([ctx.v_global[: own.start], q @ embeddings, ctx.v_global[own.stop :]])}
+        (own,) = head_parameters(ctx.spec, ("condition",), True)
+        start = torch.cat([ctx.v_global[: own.start], q @ embeddings, ctx.v_global[own.stop :]])
+        return {START: start, "trained": ~slices_mask((own,), ctx.spec.size).to(start.device)}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """Add the loss of the generic features, their distance from the received embeddings, and weight decay."""
@@ -131,13 +132,7 @@ class GPFL(ClientRule, LocalHeadParameters):
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
         """Freeze the condition."""
-        return ~slices_mask((self._condition(ctx.spec),), ctx.spec.size).to(ctx.v_global.device)
-
-    @staticmethod
-    def _condition(spec: ModelSpec) -> slice:
-        """Return the slice of the condition."""
-        (own,) = head_parameters(spec, ("condition",), True)
-        return own
+        return carry["trained"]
 
 
 def head_parameters_of(spec: ModelSpec, v: Tensor) -> Tensors:
