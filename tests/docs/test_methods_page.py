@@ -115,6 +115,8 @@ def test_the_costs_of_methods_are_those_counted():
             "2Cf": 2 * 10 * 8,
             "f": 8,
             "6f": 6 * 8,
+            "M": 2,
+            "MCf": 2 * 10 * 8,
             "2f²": 2 * 8 * 8,
             "w": 10,
             "fw": 8 * 10,

@@ -45,6 +45,7 @@ REASONS = {
 MODELS = {
     "fedpvr": "corrects linear layers, but the model has no trained ones",
     **dict.fromkeys(("flora", "fedsa", "fedex"), "needs a model with LoRA factors"),
+    "floco": "needs a model with a linear head",
 }
 """Methods that the U-Net does not support."""
 

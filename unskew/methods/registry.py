@@ -81,6 +81,7 @@ METHODS: dict[str, str] = {
     "fedrod": "unskew.methods.fedrod:FedRoD",
     "feddbe": "unskew.methods.feddbe:FedDBE",
     "gpfl": "unskew.methods.gpfl:GPFL",
+    "floco": "unskew.methods.floco:Floco",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "flora": "unskew.methods.flora:FLoRA",
