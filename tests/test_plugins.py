@@ -47,6 +47,18 @@ def halves(labels, clients, rng, value="0", shift="0"):
     return np.array_split(order, clients)
 
 
+@dataclass(frozen=True)
+class RoundRobin(unskew.ClientSampler):
+    name = "round-robin"
+    stride: int = 1
+
+    def draw(self, state, round, idle, plan, draws):
+        if self.stride == 9:
+            return [0, 0]
+        first = round * plan.cohort * self.stride
+        return [(first + i) % plan.clients for i in range(plan.cohort)]
+
+
 class Counting:
     name = "counting"
 
@@ -89,6 +101,9 @@ tiny = PACKAGE:tiny
 moons = PACKAGE:moons
 [unskew.partitions]
 halves = PACKAGE:halves
+[unskew.samplers]
+round-robin = PACKAGE:RoundRobin
+halved = PACKAGE:halves
 [unskew.engines]
 counting = PACKAGE:counting
 [unskew.trackers]
@@ -136,6 +151,30 @@ def test_a_tracker_of_a_package_receives_the_rounds(package, tmp_path):
     assert (tmp_path / "run" / "lines.txt").read_text() == f"1 {result.history[0]['accuracy']}\n"
     unskew.resume(tmp_path / "run", rounds=2, trackers="lines")
     assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
+
+
+def test_a_sampler_of_a_package_draws_the_cohorts(package, tmp_path):
+    log = tmp_path / "log"
+    options = {**RUN, "rounds": 3, "participation": 0.34, "engine": f"counting:log={log}"}
+    result = unskew.run(data="moons", model="tiny", sampling="round-robin:2", **options)
+    assert log.read_text().split() == ["0", "2", "1", "closed"]
+    assert result.summary["rounds"] == 3
+    same = unskew.run(data="moons", model="tiny", sampling="round-robin:stride=2", **options)
+    assert torch.equal(same.vector, result.vector)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "words"),
+    [
+        ("round-robin:stride=x", "sampling=round-robin:stride=x is not valid"),
+        ("round-robin:9", r"round-robin returned clients in draw.*occur twice: \[0, 0\]"),
+        ("halved", r"friend 1\.2 provides 'halved'.*not a subclass of unskew.ClientSampler"),
+        ("round-robbin", "Did you mean 'round-robin'"),
+    ],
+)
+def test_a_wrong_sampler_is_rejected_with_a_remedy(package, sampling, words):
+    with pytest.raises(ConfigError, match=words):
+        unskew.run(data="moons", model="tiny", sampling=sampling, **RUN)
 
 
 def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):

@@ -20,6 +20,7 @@ _PLACES = {
     "Callback": "unskew.records.recorder",
     "ClientData": "unskew.data.federation",
     "ClientRule": "unskew.protocol.rules",
+    "ClientSampler": "unskew.protocol.client_sampler",
     "Comparison": "unskew.comparison.comparison_result",
     "Context": "unskew.protocol.rules",
     "DataRule": "unskew.protocol.rules",
@@ -53,6 +54,7 @@ __all__ = [
     "Callback",
     "ClientData",
     "ClientRule",
+    "ClientSampler",
     "Comparison",
     "Context",
     "DataRule",
@@ -92,6 +94,7 @@ if TYPE_CHECKING:
     from unskew.methods.registry import method
     from unskew.models.execution import Batch
     from unskew.models.spec import ModelSpec
+    from unskew.protocol.client_sampler import ClientSampler
     from unskew.protocol.rules import (
         AggregateRule,
         ClientRule,

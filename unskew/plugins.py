@@ -1,4 +1,4 @@
-"""Plugins of installed packages, found by entry points: methods, models, data sources, partitions, engines and trackers.
+"""Plugins of installed packages, found by entry points, such as methods, models and data sources.
 
 A package declares a plugin in its ``pyproject.toml``::
 
@@ -26,8 +26,9 @@ MODELS = "unskew.models"
 DATA = "unskew.data"
 PARTITIONS = "unskew.partitions"
 ENGINES = "unskew.engines"
+SAMPLERS = "unskew.samplers"
 TRACKERS = "unskew.trackers"
-GROUPS = (METHODS, MODELS, DATA, PARTITIONS, ENGINES, TRACKERS)
+GROUPS = (METHODS, MODELS, DATA, PARTITIONS, SAMPLERS, ENGINES, TRACKERS)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,10 @@ from support.federations import blobs
 
 import unskew
 from unskew.secret_draws import SecretKey, SystemEntropy
+from unskew.seeding import numpy_generator
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.samplers.poisson import PoissonSampler
 
 
 def test_cohort_has_its_size_and_nobody_twice():
@@ -34,6 +36,24 @@ def test_cohort_depends_on_seed_and_round_only():
     assert len({tuple(c) for c in cohorts(0)}) == 5
     one = Sampler(100, 0.1, 0)
     assert [one.draw(t) for t in (3, 0, 3)] == [cohorts(0)[3], cohorts(0)[0], cohorts(0)[3]], "order does not matter"
+
+
+def test_cohorts_are_draws_of_the_generator_of_seed_and_round():
+    """Recorded runs and comparisons with other versions depend on these numbers."""
+    everyone, idle = np.arange(10), np.setdiff1d(np.arange(10), [2, 7])
+    poisson, full = Sampler(10, 0.4, 3, PoissonSampler()), Sampler(10, 1.0, 3)
+    for t in range(5):
+
+        def draws(t=t):
+            return numpy_generator(3, "cohort", t)
+
+        fixed = Sampler(10, 0.4, 3)
+        assert fixed.draw(t) == sorted(draws().choice(10, size=4, replace=False, shuffle=False))
+        assert fixed.draw(t, [2, 7]) == sorted(draws().choice(idle, size=4, replace=False))
+        assert full.draw(t) == list(everyone)
+        drawn = np.flatnonzero(draws().random(10) < 0.4)
+        assert poisson.draw(t) == list(drawn)
+        assert poisson.draw(t, [2, 7]) == sorted({*drawn} - {2, 7})
 
 
 def test_every_client_is_as_likely():
@@ -126,7 +146,7 @@ def test_a_dropped_client_is_as_if_it_were_not_in_the_round(monkeypatch):
 
 @pytest.mark.parametrize("secret", [None, SecretKey(bytes(32))])
 def test_poisson_cohorts_draw_each_client_independently_with_the_rate(secret):
-    sampler, rounds = Sampler(20, 0.15, 3, "poisson", secret=secret), 4000
+    sampler, rounds = Sampler(20, 0.15, 3, PoissonSampler(), secret=secret), 4000
     drawn = np.zeros((rounds, 20))
     for t in range(rounds):
         drawn[t, sampler.draw(t)] = 1
@@ -135,9 +155,9 @@ def test_poisson_cohorts_draw_each_client_independently_with_the_rate(secret):
     sizes = drawn.sum(1)
     assert sizes.var() == pytest.approx(20 * 0.15 * 0.85, rel=0.2)  # fixed cohorts have 0
     assert (sizes == 0).any()
-    assert sampler.draw(5) == Sampler(20, 0.15, 3, "poisson", secret=secret).draw(5)
+    assert sampler.draw(5) == Sampler(20, 0.15, 3, PoissonSampler(), secret=secret).draw(5)
     assert 7 not in {k for t in range(50) for k in sampler.draw(t, in_flight=[7])}
-    entropy = Sampler(1000, 0.5, 0, "poisson", secret=SystemEntropy())
+    entropy = Sampler(1000, 0.5, 0, PoissonSampler(), secret=SystemEntropy())
     assert entropy.draw(0) != entropy.draw(0)
 
 

@@ -18,6 +18,7 @@ SMALL_COHORT = {
     "dpsgd": "dpsgd:noise=0.5,reproducible=true",
     "topk": "topk:share=0.5",
     "randk": "randk:share=0.5",
+    "floco": "floco:endpoints=2",
 }
 """Methods that need many clients or options, as expressions for a few."""
 

@@ -39,6 +39,7 @@ COUNTED = (
     "fedrs",
     "fedrod",
     "fedetf",
+    "gpfl",
 )  # of their clients' labels, which no meta tensor has
 MOVES = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}
 """Operators that move tensors, and the position of the tensor to move."""

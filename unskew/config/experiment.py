@@ -28,8 +28,8 @@ from unskew.expressions import parse_names
 from unskew.methods.registry import method, own_diagnostics
 from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
-from unskew.protocol.round_plan import parse_sampling
 from unskew.protocol.training_config import Training
+from unskew.simulation.samplers.registry import parse_sampling
 from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, metric_info
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
@@ -91,8 +91,9 @@ class Experiment(DataSpec):
     participation: Annotated[float, Field(gt=0, le=1), TRAINING] = 1.0
     """Share of clients per round; at least one client, unless ``sampling`` is ``poisson``."""
     sampling: Annotated[str, TRAINING] = "fixed"
-    """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``, or
-    ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates."""
+    """Cohorts of a ``fixed`` size, ``poisson``: each client takes part with probability ``participation``,
+    ``power-of-choice:D``: the clients with the largest losses of ``D`` candidates, ``oort``: clients with large losses and
+    short times, or a sampler of a plugin with its options."""
     local_steps: Annotated[Annotated[int, Field(ge=1, le=1_000_000)] | None, TRAINING] = None
     """Mini-batch steps per client and round; cannot be combined with ``local_epochs``."""
     local_epochs: Annotated[Annotated[int, Field(ge=1, le=10_000)] | None, TRAINING] = None

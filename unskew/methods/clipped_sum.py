@@ -151,7 +151,7 @@ class ClippedSum(ClientRule, AggregateRule):
         Raises:
             ConfigError: If something that clients send would not be protected, or the options are contradictory.
         """
-        run.need_no_candidates(self.name)
+        run.need_no_reports(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
         if not self.adaptive:

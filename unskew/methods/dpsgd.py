@@ -179,7 +179,7 @@ class DPSGD(ClientRule):
                 "dpsgd draws the random numbers of each sample from a secret key. This model draws others than those of "
                 "nn.Dropout. Replace such layers by nn.Dropout, or remove them."
             )
-        run.need_no_candidates(self.name)
+        run.need_no_reports(self.name)
         run.need_no_statistics(self.name)
         if run.diagnose and not self.reveal:
             raise ConfigError(

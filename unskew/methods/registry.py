@@ -80,6 +80,8 @@ METHODS: dict[str, str] = {
     "fedas": "unskew.methods.fedas:FedAS",
     "fedrod": "unskew.methods.fedrod:FedRoD",
     "feddbe": "unskew.methods.feddbe:FedDBE",
+    "gpfl": "unskew.methods.gpfl:GPFL",
+    "floco": "unskew.methods.floco:Floco",
     "heterofl": "unskew.methods.heterofl:HeteroFL",
     "fedrolex": "unskew.methods.heterofl:FedRolex",
     "flora": "unskew.methods.flora:FLoRA",

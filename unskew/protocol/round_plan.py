@@ -4,37 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal, cast, get_args
 
-from unskew.errors import ConfigError, unknown_name
 from unskew.protocol.training_config import Training
-
-Sampling = Literal["fixed", "poisson", "power-of-choice"]
-KINDS = get_args(Sampling)
-
-
-def parse_sampling(text: str) -> tuple[Sampling, int | None]:
-    """Parse ``fixed``, ``poisson`` or ``power-of-choice:D`` into the kind and the number of candidates ``D``.
-
-    Args:
-        text: Value of the option ``sampling``.
-
-    Raises:
-        ConfigError: If the value is not valid.
-
-    >>> parse_sampling("power-of-choice:20")
-    ('power-of-choice', 20)
-    """
-    kind, _, number = text.partition(":")
-    if kind not in KINDS:
-        raise ConfigError(unknown_name("sampling", kind, KINDS))
-    if kind != "power-of-choice":
-        if number:
-            raise ConfigError(f"{kind} has no number; write sampling={kind}")
-        return cast(Sampling, kind), None
-    if not number.isdecimal() or not 0 < int(number) < 10**9:
-        raise ConfigError("write power-of-choice:D with the number of candidates, such as power-of-choice:20")
-    return "power-of-choice", int(number)
 
 
 def cohort_size(clients: int, participation: float) -> int:
@@ -56,9 +27,9 @@ class RoundPlan:
         clients: Number of clients ``K``.
         participation: Share of clients per round, ``q``.
         cohort: Number of clients per round, ``m``; with Poisson cohorts the expected number, rounded.
-        sampling: ``fixed`` cohorts of ``m`` clients, ``poisson``: each client is drawn with probability ``q``, or
-            ``power-of-choice``: the ``m`` candidates with the largest loss.
-        candidates: Number of candidates ``D`` of power-of-choice; None for other kinds.
+        sampling: Name of the sampler that draws the cohorts: ``fixed``, ``poisson``, ...
+        asks_loss: Whether drawn clients report the loss of the model before the sampler chooses among them.
+        reads_reports: Whether the sampler uses losses or times of single clients.
         scales: Factors that give the uploads of client rules the unit of an update, by ``RULE/NAME``; see
             ``ClientRule.private``.
         training: Budget of the clients.
@@ -69,8 +40,9 @@ class RoundPlan:
     clients: int = 1
     participation: float = 1.0
     cohort: int = 1
-    sampling: Sampling = "fixed"
-    candidates: int | None = None
+    sampling: str = "fixed"
+    asks_loss: bool = False
+    reads_reports: bool = False
     scales: Mapping[str, float] = field(default_factory=dict)
     training: Training = field(default_factory=Training)
     masked: bool = False

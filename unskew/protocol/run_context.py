@@ -72,11 +72,13 @@ class PreRunContext:
                 f"{self.rounds}. Use a smaller {option}, or more rounds."
             )
 
-    def need_no_candidates(self, name: str) -> None:
-        """Validate that the server does not learn the loss of each candidate of power-of-choice."""
-        if self.plan.candidates is not None:
+    def need_no_reports(self, name: str) -> None:
+        """Validate that the sampler of the clients reads no losses or times of single clients."""
+        plan = self.plan
+        if plan.asks_loss or plan.reads_reports:
+            learned = "the loss of each candidate" if plan.asks_loss else "losses and times of single clients"
             raise ConfigError(
-                f"With sampling=power-of-choice the server learns the loss of each candidate, which {name} does not protect. "
+                f"With sampling={plan.sampling} the server learns {learned}, which {name} does not protect. "
                 "Use sampling=fixed."
             )
 

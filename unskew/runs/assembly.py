@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from unskew.attacks.attackers import Attackers
@@ -19,6 +18,7 @@ from unskew.engines.local_trainer import check_batch_sizes
 from unskew.methods.fedavg import FedAvg, server_rule
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import cohort_size
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback, Recorder
@@ -33,6 +33,7 @@ from unskew.simulation.delays import Delays
 from unskew.simulation.evaluate import Evaluator
 from unskew.simulation.network import Network
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.samplers.registry import parse_sampling
 from unskew.simulation.server import Server
 from unskew.simulation.server_state import ServerSetup
 from unskew.simulation.server_trainer import ServerTrainer
@@ -121,17 +122,16 @@ def assemble(
     clients_trained = len(federation.clients)  # a data rule may pool the clients
     plan = replace(run.plan, clients=clients_trained, cohort=cohort_size(clients_trained, run.plan.participation))
     secret = SystemEntropy() if deployed else secret_key(method, folder, config, prepared, spec)
-    sizes = None if plan.candidates is None else np.asarray(federation.sizes)  # sizes of many clients are slow to read
-    sampler = Sampler(
-        plan.clients, plan.participation, config.seed, plan.sampling, plan.candidates, sizes=sizes, secret=secret
-    )
+    info = replace(prepared.federation_info, plan=plan, weights=weights)
+    of_all = replace(FederationInfo.of(federation), plan=plan)  # including generated samples
+    sampler = Sampler(plan.clients, plan.participation, config.seed, parse_sampling(config.sampling), of_all, secret)
     observed = any(metric.diagnosis in config.diagnose for metric in rule.summary_metrics)
     trainer = ServerTrainer(
         spec, federation, plan.training, device, sampler.size, observed, "samples" if callable(weights) else weights
     )
-    info = replace(prepared.federation_info, plan=plan, weights=weights)
     noise = NoiseSource(config.seed, secret)
     server = Server(ServerSetup(method, rule, spec, info, config.buffers, config.seed, trainer, noise), store, cache)
+    server.observed["sampler"] = sampler.state
     traffic = [] if original.stats_traffic is None else enumerate(original.stats_traffic.tolist())
     for client, (up, down) in (*traffic, *prepared.traffic):
         server.traffic.total.count(client, "up", up, 0)
@@ -140,7 +140,8 @@ def assemble(
     delays.check(len(federation.clients))
     clock = make_clock(run, server) if config.network.timed else None
     recorder = Recorder(folder, callbacks)
-    single = config.attack is not None or clock is not None or not delays.instant or {*config.diagnose} & {*AT_CLIENTS}
+    of_clients = plan.reads_reports or bool({*config.diagnose} & {*AT_CLIENTS})
+    single = config.attack is not None or clock is not None or not delays.instant or of_clients
     setup = EngineConfig(
         spec=spec,
         federation=federation,

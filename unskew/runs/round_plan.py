@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from unskew.config.experiment import Experiment
-from unskew.protocol.round_plan import RoundPlan, cohort_size, parse_sampling
+from unskew.protocol.round_plan import RoundPlan, cohort_size
 from unskew.protocol.rules import Method
+from unskew.simulation.samplers.registry import parse_sampling
 
 
 def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPlan:
@@ -19,14 +20,15 @@ def make_round_plan(config: Experiment, clients: int, method: Method) -> RoundPl
     scales = {
         f"{rule.name}/{name}": float(scale(training)) for rule in method.client for name, scale in rule.private.items()
     }
-    sampling, candidates = parse_sampling(config.sampling)
+    sampler = parse_sampling(config.sampling)
     return RoundPlan(
         rounds=config.rounds,
         clients=clients,
         participation=config.participation,
         cohort=cohort_size(clients, config.participation),
-        sampling=sampling,
-        candidates=candidates,
+        sampling=sampler.name,
+        asks_loss=sampler.asks_loss,
+        reads_reports=sampler.reads_reports,
         scales=scales,
         training=training,
         masked=config.secure_aggregation == "required",

@@ -27,6 +27,7 @@ from unskew.runs.coefficients import check_coefficients
 from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
+from unskew.simulation.samplers.registry import parse_sampling
 from unskew.tasks.registry import tasks_with
 
 
@@ -86,7 +87,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings += check_sampling(run)
+    warnings += check_sampling(config, run)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -129,26 +130,23 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
     return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 
 
-def check_sampling(run: PreRunContext) -> list[str]:
-    """Validate power-of-choice, whose server learns the loss of each candidate; returns warnings.
+def check_sampling(config: Experiment, run: PreRunContext) -> list[str]:
+    """Validate the sampler of the clients; returns warnings.
 
     Args:
+        config: Configuration of the run.
         run: Run to check.
 
     Raises:
-        ConfigError: If the number of candidates is impossible, or nobody may learn the losses.
+        ConfigError: If the options of the sampler do not fit, or nobody may learn what it reads.
     """
-    candidates = run.plan.candidates
-    if candidates is None:
+    sampler = parse_sampling(config.sampling)
+    sampler.check(run.plan)
+    if not (sampler.asks_loss or sampler.reads_reports):
         return []
-    if not run.plan.cohort <= candidates <= run.plan.clients:
-        raise ConfigError(
-            f"sampling=power-of-choice:{candidates} needs at least as many candidates as clients per round "
-            f"({run.plan.cohort}) and at most all clients ({run.plan.clients}). Change the number or participation."
-        )
     if run.plan.masked:
-        run.need_no_candidates("secure_aggregation=required")
-    return ["With power-of-choice the cohorts depend on the model, so methods are not compared on the same cohorts."]
+        run.need_no_reports("secure_aggregation=required")
+    return [f"With {sampler.name} the cohorts depend on the model, so methods are not compared on the same cohorts."]
 
 
 def accepts_late_updates(method: Method) -> bool:

@@ -78,7 +78,7 @@ def run_rounds(
             draws = derive(setup.seed, "server draws", t)
             with seeded_globals(setup.spec.draws_globally, draws, state.v.device):
                 cohort = [] if setup.rule.steps_without == "clients" else sampler.draw(t, network.in_flight)
-                if sampler.candidates is not None and cohort:
+                if sampler.sampler.asks_loss and cohort:
                     with timed_exchange(network):
                         cohort = sampler.select(cohort, server.losses(t, cohort, engine))
                 if asks and cohort:
@@ -94,8 +94,14 @@ def run_rounds(
                 results: Iterable[Update] = train_clients(engine, trained)
                 if attackers is not None:
                     results = attackers.replace_updates(t, state.v, trained, results)
+                if sampler.sampler.reads_reports:
+                    results = sampler.watch_sent(results, cohort, network.clock)
                 arrivals = network.deliver(t, results)
+                if sampler.sampler.reads_reports:
+                    arrivals = sampler.watch_arrived(arrivals)
                 metrics = server.aggregator.step(t, arrivals)
+                if sampler.sampler.reads_reports:
+                    sampler.record(t)
                 if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
                     return
                 stopped.extend(wait_for_runs(t))

@@ -1,19 +1,20 @@
-"""Client sampling. Cohorts depend only on seed and round, so every method trains the same clients, except power-of-choice.
-
-Power-of-choice: Cho, Wang, Joshi, "Client Selection in Federated Learning: Convergence Analysis and Power-of-Choice
-Selection Strategies", 2020, arXiv:2010.01243, Section 4: ``D`` candidates are drawn without replacement, client ``k`` with
-probability ``n_k / sum_j n_j``; they report their losses of the global model, and the ``m`` with the largest ones train.
-"""
+"""Client sampling of a run. Cohorts depend only on seed and round, unless the sampler reads losses or reports of clients."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
+import torch
 
-from unskew.protocol.round_plan import Sampling, cohort_size
+from unskew.errors import ConfigError
+from unskew.protocol.client_sampler import ClientReport, ClientSampler, CohortDraws, FixedSampler
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.messages import Tensors, Update
+from unskew.protocol.round_plan import RoundPlan, cohort_size
 from unskew.secret_draws import SecretKey
 from unskew.seeding import numpy_generator
+from unskew.simulation.clock import Clock
 
 
 class Sampler:
@@ -23,15 +24,14 @@ class Sampler:
         clients: Number of registered clients ``K``.
         participation: Share of clients per round, ``q``; a fixed cohort has at least one client.
         seed: Seed of the run.
-        sampling: ``fixed``: uniformly without replacement; ``poisson``: each client is drawn with probability ``q``, and a
-            cohort may be empty; or ``power-of-choice``.
-        candidates: Number of candidates ``D`` of power-of-choice; None for other kinds.
-        sizes: Number of samples of each client, ``[K]``, for power-of-choice.
-        secret: Secret key from which Poisson cohorts are drawn instead, because amplification by sampling requires that
-            nobody can compute the cohort.
+        sampler: Draws the cohorts; None for cohorts of a fixed size.
+        info: Information about the federation for the state of the sampler; None for samplers without one.
+        secret: Secret key from which Poisson cohorts are drawn, because amplification by sampling requires that nobody
+            can compute the cohort.
 
     Attributes:
         size: Number of clients of a fixed cohort, ``m``.
+        state: State of the sampler; checkpoints contain it.
 
     >>> Sampler(clients=10, participation=0.3, seed=0).draw(0) == Sampler(10, 0.3, 0).draw(0)
     True
@@ -42,53 +42,103 @@ class Sampler:
         clients: int,
         participation: float,
         seed: int,
-        sampling: Sampling = "fixed",
-        candidates: int | None = None,
-        sizes: np.ndarray | None = None,
+        sampler: ClientSampler | None = None,
+        info: FederationInfo | None = None,
         secret: SecretKey | None = None,
     ):
-        self.clients, self.participation = clients, participation
-        self.seed, self.sizes, self.secret = seed, sizes, secret
-        self.sampling, self.candidates = sampling, candidates
+        self.sampler = FixedSampler() if sampler is None else sampler
         self.size = cohort_size(clients, participation)
+        self.plan = RoundPlan(clients=clients, participation=participation, cohort=self.size)
+        if info is not None:
+            self.plan = info.plan
+        self.seed, self.secret = seed, secret
+        self.state: Tensors = {} if info is None else self.sampler.init(info)
+        self.reports: dict[int, ClientReport] = {}
+
+    @property
+    def _state(self) -> Tensors:
+        return {name: t.cpu() for name, t in self.state.items()}  # a checkpoint is restored on the device of the model
 
     def draw(self, round: int, in_flight: Collection[int] = ()) -> list[int]:
         """Draw the client ids of a round, in ascending order: fewer than usual if too few clients are idle.
 
-        With power-of-choice, these are the candidates.
+        If the sampler asks for losses, these are the candidates.
 
         Args:
             round: Number of the round, from 0.
             in_flight: Clients that are still training.
         """
-        draws = numpy_generator(self.seed, "cohort", round)
-        if self.sampling == "poisson":
-            uniform = draws.random if self.secret is None else self.secret.stream("cohort", round)
-            chosen = np.flatnonzero(uniform(self.clients) < self.participation)
-            chosen = np.setdiff1d(chosen, np.fromiter(in_flight, int))
-        elif self.candidates is not None and self.sizes is not None:
-            idle = np.setdiff1d(np.arange(self.clients), np.fromiter(in_flight, int))
-            shares = self.sizes[idle] / self.sizes[idle].sum()
-            chosen = draws.choice(idle, size=min(self.candidates, len(idle)), replace=False, p=shares)
-        elif in_flight:
-            idle = np.setdiff1d(np.arange(self.clients), np.fromiter(in_flight, int))
-            chosen = draws.choice(idle, size=min(self.size, len(idle)), replace=False)
-        elif self.size == self.clients:
-            chosen = np.arange(self.clients)
-        else:
-            chosen = draws.choice(self.clients, size=self.size, replace=False, shuffle=False)
-        return [int(k) for k in np.sort(chosen)]
+        generator = numpy_generator(self.seed, "cohort", round)
+        uniform = generator.random if self.secret is None else self.secret.stream("cohort", round)
+        idle = np.arange(self.plan.clients)
+        if in_flight:
+            idle = np.setdiff1d(idle, np.fromiter(in_flight, int))
+        drawn = self.sampler.draw(self._state, round, idle, self.plan, CohortDraws(generator, uniform))
+        return self._checked(drawn, idle, "draw")
 
     def select(self, candidates: Sequence[int], losses: Sequence[float]) -> list[int]:
-        """Return the candidates with the largest losses, in ascending order; a loss that is not a number counts as smallest.
+        """Return the candidates that train, in ascending order.
 
         Args:
             candidates: Client ids.
             losses: Loss of each candidate.
-
-        >>> Sampler(clients=4, participation=0.5, seed=0).select([0, 2, 3], [0.1, 0.5, 0.3])
-        [2, 3]
         """
-        values = np.nan_to_num(np.array(losses, float), nan=-np.inf, posinf=np.inf)
-        largest = np.argsort(-values, kind="stable")[: self.size]
-        return sorted(candidates[index] for index in largest)
+        selected = self.sampler.select(self._state, candidates, losses, self.plan)
+        return self._checked(selected, np.asarray(candidates), "select")
+
+    def _checked(self, chosen: Sequence[int] | np.ndarray, allowed: np.ndarray, hook: str) -> list[int]:
+        """Return the clients that a sampler has chosen, in ascending order."""
+        clients = np.sort(np.asarray(chosen, dtype=np.int64).reshape(-1))
+        index = np.searchsorted(allowed, clients).clip(max=len(allowed) - 1)
+        if len(clients) and (not np.array_equal(allowed[index], clients) or not np.diff(clients).all()):
+            raise ConfigError(
+                f"The sampling {self.sampler.name} returned clients in {hook} that are still training, do not exist or "
+                f"occur twice: {clients.tolist()[:20]}. Return each of the given clients at most once."
+            )
+        return [int(k) for k in clients]
+
+    # ---- reports ----------------------------------------------------------------------------------------------------
+
+    def watch_sent(self, results: Iterable[Update], cohort: Sequence[int], clock: Clock | None) -> Iterator[Update]:
+        """Yield the updates that the clients of a round send, and note their times.
+
+        Args:
+            results: Updates of the clients that did not drop out.
+            cohort: Clients of the round.
+            clock: Virtual clock; None without simulated time.
+        """
+        self.reports = {client: ClientReport(client) for client in cohort}
+        for update in results:
+            if clock is not None:
+                seconds = clock.arrival(update) - clock.now
+                self.reports[update.client] = ClientReport(update.client, seconds=seconds)
+            yield update
+
+    def watch_arrived(self, arrivals: Iterable[Update]) -> Iterator[Update]:
+        """Yield the updates that arrive in a round, and note their losses."""
+        for update in arrivals:
+            sent = self.reports.get(update.client)
+            self.reports[update.client] = ClientReport(
+                update.client,
+                update.num_samples,
+                update.metrics["loss"],
+                int(update.metrics["steps"]),
+                None if sent is None else sent.seconds,
+                True,
+            )
+            yield update
+
+    def record(self, round: int) -> None:
+        """Update the state of the sampler with the reports of a round.
+
+        Args:
+            round: Number of the round, from 0.
+        """
+        reports = [self.reports[client] for client in sorted(self.reports)]
+        state = self.sampler.record(self._state, round, reports)
+        if not all(isinstance(t, torch.Tensor) for t in state.values()):
+            raise ConfigError(
+                f"The state of the sampling {self.sampler.name} after record has entries that are no tensors."
+            )
+        self.state.clear()
+        self.state.update(state)

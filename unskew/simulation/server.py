@@ -33,7 +33,8 @@ class Server:
         broadcaster: Creates what is sent.
         selection: Selects the model to evaluate and to return.
         aggregator: Applies updates.
-        observed: State of simulated attackers (``attack``) and of diagnostics (``measured``), which checkpoints store.
+        observed: State of simulated attackers (``attack``), of diagnostics (``measured``) and of the sampler of clients
+            (``sampler``), which checkpoints store.
     """
 
     def __init__(self, setup: ServerSetup, store: ClientStore | None = None, cache: ClientStore | None = None):
@@ -44,7 +45,7 @@ class Server:
         self.broadcaster = Broadcaster(setup, self.state, self.clients, self.traffic)
         self.selection = ModelSelection(self.state)
         self.aggregator = Aggregator(self.broadcaster, self.selection)
-        self.observed: dict[str, Tensors] = {"attack": {}, "measured": {}}
+        self.observed: dict[str, Tensors] = {"attack": {}, "measured": {}, "sampler": {}}
 
     def tensors(self) -> Tensors:
         """Return all tensors of the server, by name."""

@@ -58,8 +58,8 @@ def check_method_over_sites(
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."
         )
-    if run.plan.candidates is not None:
-        raise ConfigError("sampling=power-of-choice is available in simulations only. Use sampling=fixed.")
+    if run.plan.asks_loss:
+        raise ConfigError(f"sampling={run.plan.sampling} is available in simulations only. Use sampling=fixed.")
     asking = next((rule.name for rule in method.client if "asked" in survey_times(rule)), None)
     if asking is not None:
         raise ConfigError(f"{asking} needs two exchanges per round and is available in simulations only.")

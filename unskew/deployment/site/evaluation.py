@@ -35,6 +35,7 @@ from unskew.runs.metrics import run_metrics
 from unskew.simulation.evaluate import Evaluator, truth_and_scores
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.samplers.poisson import PoissonSampler
 from unskew.sums.base import HeldOutScores
 from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import LEVEL
@@ -282,7 +283,9 @@ def train_alone(work: SiteTrainer) -> tuple[Tensor, Tensor]:
     """
     trainer, spec, state = work.trainer(ReceivedData(Path(), ()), None, None), work.spec, ClientState()
     plan, client = trainer.setup.plan, work.site.client
-    sampler = Sampler(plan.clients, plan.participation, work.config.seed, plan.sampling)
+    # A site does not have the state of other samplers, so the reference takes part as often as with fixed cohorts.
+    drawn_alone = PoissonSampler() if plan.sampling == "poisson" else None
+    sampler = Sampler(plan.clients, plan.participation, work.config.seed, drawn_alone)
     v, b = spec.flatten(), spec.flatten_buffers()
     with device_modes(work.device, work.config.precision):
         for round in range(plan.rounds):

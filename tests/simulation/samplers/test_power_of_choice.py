@@ -1,5 +1,7 @@
 """Power-of-choice against a loop in NumPy, its traffic and simulated time by formula, and its limits."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -8,8 +10,10 @@ from torch import nn
 import unskew
 from conformance.problem import CLASSES, problem
 from unskew.errors import ConfigError
+from unskew.protocol.round_plan import RoundPlan, cohort_size
 from unskew.seeding import numpy_generator
 from unskew.simulation.sampler import Sampler
+from unskew.simulation.samplers.power_of_choice import PowerOfChoice
 
 SIZES = (10, 90, 20, 80, 30, 70, 40, 60)
 ROUNDS, STEPS, LR = 5, 3, 0.5
@@ -85,19 +89,28 @@ def test_a_resumed_run_selects_the_same_clients(tmp_path):
     assert np.array_equal(whole.vector.numpy(), resumed.vector.numpy())
 
 
+def sampler_of(sizes, candidates, participation):
+    """A sampler of clients with these numbers of samples."""
+    clients = len(sizes)
+    plan = RoundPlan(clients=clients, participation=participation, cohort=cohort_size(clients, participation))
+    info = SimpleNamespace(sizes=lambda: np.array(sizes), plan=plan)
+    return Sampler(clients, participation, 0, PowerOfChoice(candidates), info)
+
+
 def test_candidates_are_drawn_by_size():
-    sampler = Sampler(3, 0.3, 0, "power-of-choice", 1, np.array([1, 1, 8]))
+    sampler = sampler_of([1, 1, 8], 1, 0.3)
     counts = np.bincount([sampler.draw(t)[0] for t in range(2000)], minlength=3)
     assert np.abs(counts / 2000 - [0.1, 0.1, 0.8]).max() < 5 * np.sqrt(0.2 * 0.8 / 2000)
 
 
 def test_clients_in_flight_are_no_candidates():
-    sampler = Sampler(4, 0.5, 0, "power-of-choice", 3, np.ones(4))
-    assert sampler.draw(0, in_flight=[0, 1]) == [2, 3]
+    assert sampler_of([1, 1, 1, 1], 3, 0.5).draw(0, in_flight=[0, 1]) == [2, 3]
 
 
 def test_a_loss_that_is_not_a_number_counts_as_smallest():
-    assert Sampler(4, 0.5, 0).select([0, 1, 2], [float("nan"), -1.0, float("inf")]) == [1, 2]
+    sampler = sampler_of([1, 1, 1, 1], 3, 0.5)
+    assert sampler.select([0, 1, 2], [float("nan"), -1.0, float("inf")]) == [1, 2]
+    assert sampler.select([0, 2, 3], [0.1, 0.5, 0.3]) == [2, 3]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +120,7 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
         ({"sampling": "power-of-choice:0"}, "number of candidates"),
         ({"sampling": "power-of-choice:1"}, r"clients per round \(2\)"),
         ({"sampling": "power-of-choice:9"}, r"at most all clients \(8\)"),
-        ({"sampling": "poisson:3"}, "has no number"),
+        ({"sampling": "poisson:3"}, "has no options; write sampling=poisson"),
         ({"sampling": "power"}, "power-of-choice"),
         ({"sampling": "power-of-choice:5", "secure_aggregation": "required"}, "secure_aggregation=required does not"),
         ({"sampling": "power-of-choice:5", "method": "dp:epsilon=8,delta=0.1"}, "dp does not"),

@@ -1,0 +1,194 @@
+"""Oort: scores by hand, exploration in its limits, its reports, and resumed runs."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from support.federations import blobs
+
+import unskew
+from unskew.errors import ConfigError
+from unskew.protocol.client_sampler import ClientReport
+from unskew.protocol.round_plan import RoundPlan, cohort_size
+from unskew.simulation.sampler import Sampler
+from unskew.simulation.samplers.oort import Oort
+
+EXACT = 1e-12
+WARNING = "ignore:With oort"
+SIZES = [6, 30, 12, 24, 9, 18, 15, 21]
+
+
+def sampler_of(clients, participation, **options):
+    plan = RoundPlan(clients=clients, participation=participation, cohort=cohort_size(clients, participation))
+    return Sampler(clients, participation, 0, Oort(**options), SimpleNamespace(clients=clients, plan=plan))
+
+
+def reports(losses, n=10, seconds=None):
+    times = seconds or dict.fromkeys(losses)
+    return [ClientReport(k, n, loss, 3, times[k], True) for k, loss in losses.items()]
+
+
+def run(sampling="oort", **options):
+    settings = {
+        "model": "logistic",
+        "rounds": 6,
+        "participation": 0.25,
+        "local_steps": 2,
+        "lr": 0.1,
+        "engine": "inline",
+    }
+    return unskew.run(blobs(SIZES), sampling=sampling, **(settings | options))
+
+
+def test_the_score_is_the_one_by_hand():
+    rule = Oort(alpha=2, clip=0.5, percentile=50)
+    state = rule.init(SimpleNamespace(clients=5))
+    state = rule.record(state, 0, reports({0: 1.0, 1: 2.0}, seconds={0: 1.0, 1: 4.0}))
+    state = rule.record(state, 1, reports({2: 5.0}, seconds={2: 2.0}))
+    # Utilities 10, 20, 50: clipped at their median 20. Times 1, 4, 2: the median 2 is preferred.
+    bonus = [math.sqrt(0.1 * math.log(3) / t) for t in (1, 1, 2)]
+    expected = [bonus[0], (0.25 + bonus[1]) * (2 / 4) ** 2, 0.25 + bonus[2], 0, 0]
+    assert np.abs(rule.scores(state, 2) - expected).max() < EXACT
+    without = rule.scores({**state, "percentile": torch.tensor(100.0)}, 2)
+    assert np.abs(without - [bonus[0], 0.25 + bonus[1], 0.25 + bonus[2], 0, 0]).max() < EXACT
+
+
+def test_with_an_explored_share_of_1_every_client_is_drawn_once_before_any_is_drawn_twice():
+    sampler = sampler_of(10, 0.3, explore=1, decay=1)
+    seen = []
+    for t in range(4):
+        cohort = sampler.draw(t)
+        assert len(cohort) == 3
+        seen += cohort
+        sampler.reports = {r.client: r for r in reports(dict.fromkeys(cohort, 1.0))}
+        sampler.record(t)
+    assert len({*seen[:9]}) == 9
+    assert {*seen} == {*range(10)}
+
+
+def test_with_an_explored_share_of_0_only_known_clients_with_the_best_scores_are_drawn():
+    sampler = sampler_of(10, 0.2, explore=0, least=0, cutoff=1)
+    sampler.reports = {r.client: r for r in reports({k: float(k) for k in range(6)})}
+    sampler.record(0)
+    assert [sampler.draw(t) for t in range(1, 5)] == [[4, 5]] * 4
+    sampler.reports = {r.client: r for r in reports({2: 90.0, 3: 80.0})}
+    sampler.record(1)
+    assert sampler.draw(2, in_flight=[3])[0] == 2
+    assert sampler.draw(2, in_flight=range(9)) == [9]  # fresh clients fill a cohort of too few known ones
+
+
+def test_the_explored_share_decays_to_its_smallest_value():
+    shares = []
+    for t in (0, 3, 50):
+        sampler = sampler_of(100, 0.1, explore=0.8, decay=0.9, least=0.2)
+        sampler.reports = {r.client: r for r in reports({k: 1.0 + k for k in range(50)})}
+        sampler.record(0)
+        cohorts = [sampler.sampler.draw(sampler.state, t, np.arange(100), sampler.plan, draws(n)) for n in range(400)]
+        shares.append(np.mean([(cohort >= 50).mean() for cohort in cohorts]))
+    # The rounded number has a standard deviation of at most 0.5 of 10 clients.
+    assert np.abs(np.array(shares) - [0.8, 0.8 * 0.9**3, 0.2]).max() < 5 * 0.05 / math.sqrt(400)
+
+
+def draws(number):
+    generator = np.random.default_rng(number)
+    return SimpleNamespace(generator=generator, uniform=generator.random)
+
+
+@pytest.mark.parametrize(("later", "rises"), [(1.0, True), (1.09, True), (0.91, True), (1.2, False), (0.8, False)])
+def test_the_percentile_of_times_rises_if_the_utility_stays_and_only_then(later, rises):
+    rule = Oort(window=2, pace=7)
+    state = rule.init(SimpleNamespace(clients=1))
+    # The first round has no known client, so its utility counts as 0, and that of rounds 0 and 1 is half of 2 and 3.
+    for t, loss in enumerate([1.0, 1.0, 1.0, 1.0, later]):
+        state = rule.record(state, t, reports({0: loss}))
+        assert float(state["percentile"]) == 30
+    state = rule.record(state, 5, reports({0: later}))
+    assert float(state["percentile"]) == (37 if rises else 30)
+
+
+@pytest.mark.filterwarnings(WARNING)
+@pytest.mark.parametrize("engine", ["processes", "vectorized"])
+def test_engines_draw_the_same_cohorts(engine):
+    assert float((run(engine=engine).vector - run().vector).abs().max()) < 1e-5
+
+
+@pytest.mark.filterwarnings(WARNING)
+def test_a_resumed_run_draws_the_same_clients(tmp_path):
+    network = {"compute": "lognormal:median=1s,sigma=1"}
+    whole = run(network=network, precision="fp64")
+    run(network=network, precision="fp64", rounds=3, out=tmp_path / "run")
+    resumed = run(network=network, precision="fp64", out=tmp_path / "run", resume=True)
+    assert torch.equal(whole.vector, resumed.vector)
+    assert not torch.equal(whole.vector, run("fixed", network=network, precision="fp64").vector)
+
+
+@pytest.mark.filterwarnings(WARNING)
+def test_slow_clients_are_not_drawn_again_if_enough_are_fast(tmp_path):
+    rows = [f"{k},inf,inf,0,{1 if k % 2 else 50}" for k in range(8)]
+    (tmp_path / "speeds.csv").write_text("\n".join(["client,uplink,downlink,latency,compute", *rows]))
+    options = {"rounds": 20, "network": {"trace": str(tmp_path / "speeds.csv")}}
+    result = run("oort:explore=1,decay=1,cutoff=1", **options)
+    ends = np.array([row["seconds_simulated"] for row in result.history])
+    # Two local steps each; four rounds in which clients take part for the first time, then fast ones alone.
+    assert list(np.diff(ends)[3:]) == [2.0] * 16
+
+
+class Recording(Oort):
+    """Keeps the reports."""
+
+    def record(self, state, round, reports):
+        SEEN.append(reports)
+        return super().record(state, round, reports)
+
+
+SEEN: list = []
+
+
+@pytest.mark.filterwarnings(WARNING)
+def test_reports_are_what_the_server_receives(monkeypatch):
+    monkeypatch.setitem(unskew.simulation.samplers.registry.SAMPLERS, "oort", f"{__name__}:Recording")
+    SEEN.clear()
+    result = run(rounds=1, participation=1.0, network={"compute": "2s", "latency": "1s", "uplink": "1kB/s"})
+    size = 4 * result.vector.numel()
+    (first,) = SEEN
+    assert [report.num_samples for report in first] == SIZES
+    assert [(r.client, r.steps, r.arrived) for r in first] == [(k, 2, True) for k in range(8)]
+    assert [r.seconds for r in first] == pytest.approx([1 + 2 * 2 + 1 + size / 1000] * 8)
+    assert np.mean([r.loss for r in first]) == pytest.approx(result.history[0]["train_loss"])
+
+
+@pytest.mark.filterwarnings(WARNING)
+@pytest.mark.filterwarnings("ignore:.*never arrived")
+def test_late_updates_are_reported_when_they_arrive(monkeypatch):
+    monkeypatch.setitem(unskew.simulation.samplers.registry.SAMPLERS, "oort", f"{__name__}:Recording")
+    SEEN.clear()
+    run(rounds=3, network={"delay": "fixed:1"})
+    sent, late = SEEN[:2]
+    assert [(r.loss, r.num_samples, r.seconds, r.arrived) for r in sent] == [(None, 0, None, False)] * 2
+    arrived = {r.client for r in late if r.arrived}
+    assert arrived == {r.client for r in sent}
+    assert all(r.loss > 0 for r in late if r.arrived)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"sampling": "oort:beta=1"}, "The sampling oort has no option 'beta'"),
+        ({"sampling": "oort:explore=2"}, "sampling=oort:explore=2 is not valid"),
+        ({"sampling": "oort:2,alpha=1"}, "twice, or an option without its name"),
+        ({"sampling": "ort"}, "There is no sampling 'ort'. Did you mean 'oort'"),
+        (
+            {"sampling": "oort", "secure_aggregation": "required"},
+            "losses and times of single clients, which secure_aggreg",
+        ),
+        (
+            {"sampling": "oort", "method": "dp:epsilon=8,delta=0.1"},
+            "losses and times of single clients, which dp does not",
+        ),
+    ],
+)
+def test_invalid_options_and_protected_runs_are_rejected(options, message):
+    with pytest.raises(ConfigError, match=message):
+        run(**options)

@@ -1,0 +1,1 @@
+"""Samplers: how the clients of each round are drawn."""
