@@ -39,13 +39,13 @@ REASONS = {
     **dict.fromkeys(("fedtgp", "fedgh", "feduv", "fedetf", "fedpac", "fedsol"), ONE_CLASS),
     "fedas": "it aligns the mean features of classes",
     "feddbe": VECTOR,
+    "floco": VECTOR,
     "gpfl": "it has an embedding for each class",
 }
 """Methods that do not support segmentation, with the reason."""
 MODELS = {
     "fedpvr": "corrects linear layers, but the model has no trained ones",
     **dict.fromkeys(("flora", "fedsa", "fedex"), "needs a model with LoRA factors"),
-    "floco": "needs a model with a linear head",
 }
 """Methods that the U-Net does not support."""
 

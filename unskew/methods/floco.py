@@ -79,7 +79,7 @@ class Floco(ClientRule, LocalHeadParameters):
     name: ClassVar[str] = "floco"
     summary: ClassVar[str] = "a simplex of heads, in which similar clients use neighboring points"
     paper: ClassVar[str] = "Grinwald et al. 2024, NeurIPS"
-    needs = ("individual",)
+    needs = ("vector", "individual")
     local_parameters: ClassVar[tuple[str, ...]] = ("alpha",)
     # Around the authors' 0.1 and 0.3.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.05, 0.5)}
@@ -107,13 +107,13 @@ class Floco(ClientRule, LocalHeadParameters):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that there are enough clients, and that the server can store their updates."""
+        size = sum(part.stop - part.start for part in head_parameters(run.spec, ("endpoints",), True))
         clients = len(run.federation.clients)
         if clients < self.endpoints:
             raise ConfigError(
                 f"floco:endpoints={self.endpoints} needs at least as many clients, and there are {clients}. Use "
                 f"floco:endpoints={clients} or fewer."
             )
-        size = sum(part.stop - part.start for part in head_parameters(run.spec, ("endpoints",), True))
         needed = run.spec.dtype.itemsize * size * clients
         if needed > MOST_BYTES:
             raise ConfigError(
@@ -188,13 +188,12 @@ class Floco(ClientRule, LocalHeadParameters):
         if "points" in state or self.endpoints == 1:
             return state
         clients = int(state["clients"])
-        part = slices_mask(head_parameters(updates.spec, ("endpoints",), True), updates.spec.size)
-        part = part.to(updates.v_global.device)
-        size = int(part.sum())
+        (heads,) = head_parameters(updates.spec, ("endpoints",), True)
+        size = heads.stop - heads.start
         stored = state["updates"].clone() if "updates" in state else updates.v_global.new_zeros(clients, size)
         seen = state["seen"].clone() if "seen" in state else updates.v_global.new_zeros(clients)
         for update in updates:
-            stored[update.client], seen[update.client] = update.delta[part], 1
+            stored[update.client], seen[update.client] = update.delta[heads], 1
         tau = max(1, updates.plan.rounds // 2) if self.tau is None else self.tau
         if updates.round + 1 < tau:
             return {"clients": state["clients"], "updates": stored, "seen": seen}
