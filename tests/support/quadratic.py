@@ -15,12 +15,13 @@ from unskew.protocol.training_config import Training
 from unskew.simulation.network import Network
 from unskew.simulation.round_loop import run_rounds
 from unskew.simulation.sampler import Sampler
+from unskew.tasks.base import Task
 
 LR, STEPS = 0.05, 5
 """The budget of a client where a test names none: full batches."""
 
 
-class HalfSquares:
+class HalfSquares(Task):
     name = "least squares"
 
     def loss(self, logits, y):
