@@ -215,6 +215,9 @@ def classifier_curves(part: RunGroup) -> dict[str, Any]:
 def survival_curves(part: RunGroup) -> dict[str, Any]:
     """Return survival curves of the first seed of the best methods, and their calibration.
 
+    Args:
+        part: Runs of the same data.
+
     Returns:
         ``observed`` and ``predicted`` survival by the name of the rows, the latter also by method, and ``calibration`` by
         horizon and method.

@@ -106,6 +106,9 @@ class Sampler:
             results: Updates of the clients that did not drop out.
             cohort: Clients of the round.
             clock: Virtual clock; None without simulated time.
+
+        Yields:
+            The same updates.
         """
         self.reports = {client: ClientReport(client) for client in cohort}
         for update in results:

@@ -113,6 +113,9 @@ class SiteScalars(SumKind):
 def class_counts(rows: ClientRows) -> Tensor:
     """Return the number of samples of each class.
 
+    Args:
+        rows: Rows of a client.
+
     Raises:
         DataError: If the data have no classes.
     """

@@ -155,6 +155,9 @@ def joined_sites(
         warn: Called with warnings.
         tell: Called with progress messages.
 
+    Yields:
+        The sites that have joined.
+
     Raises:
         ConfigError: If keys are missing.
         EngineError: If the SuperLink or sites cannot be reached.
@@ -203,6 +206,9 @@ def connected_sites(
         warn: Called with warnings.
         tell: Called with progress messages.
         location: Location of the SuperLink and the sites, or the SuperLink itself.
+
+    Yields:
+        The connected sites, and the data and model on which they agreed.
 
     Raises:
         ConfigError: If keys are missing, or the data of a site do not fit the experiment.

@@ -206,6 +206,9 @@ def connected_sites(
         location: Location of the SuperLink and the sites, or the SuperLink itself.
         tell: Called with progress messages and warnings.
 
+    Yields:
+        The sites that have joined.
+
     Raises:
         ConfigError: If the sites differ from those of the run.
         EngineError: If the SuperLink or sites cannot be reached.
