@@ -13,7 +13,7 @@ times the smallest score that would be chosen without randomness. ``U_clip`` is 
 percentile of the clients' times, which rises by ``pace`` whenever the summed utilities of ``window`` rounds stay within 10 %
 of those of the rounds before.
 
-Formulas and constants are those of the authors' code (``thirdparty/oort/oort.py`` of SymbioticLab/FedScale), except that
+Formulas and constants are those of the authors' code (``oort.py`` of SymbioticLab/FedScale), except that
 ``cutoff`` is the paper's, 0.05 there. Here the mean of the squared losses is the square of the mean training loss, which is
 what clients report; clients that have never taken part are drawn uniformly, and their number is rounded at random. Only
 simulated time has times of clients; without it, all scores lack the last factor. Clients that took part often are not
