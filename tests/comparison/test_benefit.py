@@ -336,3 +336,29 @@ def test_a_constant_is_not_corrected_for_class_weights(tmp_path):
     held_out, share = fed.clients[0].y_test.numpy(), float(fed.clients[0].y.double().mean())
     assert own["constant_brier"] == pytest.approx(np.mean((held_out - share) ** 2), rel=1e-5)
     assert own["constant_observed_expected"] == pytest.approx(held_out.mean() / share, rel=1e-5)
+
+
+def test_survival_has_no_words_of_classes(tmp_path):
+    """The constant does not order rows, so that its concordance is 0.5 at each client and has no test."""
+    draws = np.random.default_rng(0)
+
+    def client(n=120):
+        x = draws.normal(size=(n, 2)).astype("float32")
+        died, left = draws.exponential(300 * np.exp(-x[:, 0])), draws.uniform(0, 1000, n)
+        return x, np.stack([np.minimum(died, left), died <= left], 1)
+
+    fed = unskew.Federation.from_arrays(
+        [client() for _ in range(3)], test=client(), task="survival", options={"until": 1000}
+    )
+    result = unskew.compare(
+        fed, methods=["fedavg"], seeds=1, out=tmp_path / "c", references=True, model="proportional", **QUICK
+    )
+    overview = {entry["model"]: entry for entry in result.benefit.overview()}
+    assert overview["constant"]["method"] == "each client's own hazards"
+    assert overview["constant"]["mean"] == 0.5
+    assert {overview["constant"][name] for name in ("gain", "tie", "loss")} == {None}
+    assert sum(overview["federated"][name] for name in ("gain", "tie", "loss")) == 3
+    text = unskew.report(result).read_text()
+    assert "Events are held-out samples whose event was observed." in text
+    assert "class shares" not in text
+    assert "rarest" not in text

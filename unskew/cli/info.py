@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -164,7 +165,7 @@ def partition(
     """
     from unskew.config.loader import experiment
 
-    values = {**config_values(config, context), "holdout": 0.0}
+    values = config_values(config, context)
     values.pop("method", None)
     if source is not None:
         if context.params.get("data") is not None:
@@ -172,7 +173,7 @@ def partition(
                 f"The data are set twice: {source} and --data {context.params['data']}. Remove one of them."
             )
         values["data"] = source
-    checked = experiment(values)
+    checked = experiment({**values, "holdout": 0.0})
     from unskew.cli.progress import progress_while_waiting
     from unskew.cli.tables import columns_table, partition_table, sites_table
     from unskew.data.leaks import find_leaks
@@ -182,6 +183,11 @@ def partition(
 
     with progress_while_waiting("partition"):
         fed = federation_of(checked.data_spec, checked.seed)
+        if (
+            fed.objective.statistics
+        ):  # as in a run, default horizons are those of the training rows without held-out ones
+            run = federation_of(experiment(values).data_spec, checked.seed)
+            fed = replace(fed, trained_for=run.objective, classes=run.classes, class_names=run.class_names)
         leaks = find_leaks(checked.data_spec)
     counts, names = fed.label_distribution()
     # If each client has one text group, the table of clients by groups is diagonal, so sizes are sufficient.

@@ -20,6 +20,7 @@ from unskew.tasks.primary_metric import (
     objective_metric,
     primary_metric_name,
 )
+from unskew.tasks.registry import task_scored_by
 
 PREFIXES = {"personal": "personal_", "constant": "constant_"}
 """Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
@@ -37,7 +38,7 @@ class ClientValues:
         label: Name of the client.
         group: 0 if the clients are the same in all seeds, otherwise the position of the client's seed.
         samples: Number of held-out samples, mean over seeds.
-        events: Number of held-out samples of the class that is rarest over all clients; None without classes.
+        events: Number of held-out events, or of samples of the class that is rarest over all clients; None without both.
         values: Estimate of each compared model in each seed in which it is defined, by model and position of the seed.
     """
 
@@ -195,7 +196,8 @@ class Benefit:
             if "local" in self.labels:
                 count = self.decisions(model, "local")
                 row |= _fields("minus_local", minus)
-                row |= {decision: count[decision] if minus else None for decision in ("gain", "tie", "loss")}
+                known = minus is not None and {*count} != {"untested"}
+                row |= {decision: count[decision] if known else None for decision in ("gain", "tie", "loss")}
             rows.append(row)
         return rows
 
@@ -260,8 +262,8 @@ def assess_benefit(
             labels[model] = max(means, key=lambda name: info.rank(means[name]))
             candidates[model] = len(means)
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
-    other = "most frequent class" if metric.name == "accuracy" else "class shares"
-    labels["constant"] = f"each client's {'own mean' if scored == 'r2' else other}"
+    constant = "most frequent class" if metric.name == "accuracy" else task_scored_by(scored).constant_name
+    labels["constant"] = f"each client's {constant}"
     rows = {  # of each model, in each seed and partition, by client
         model: {
             (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}

@@ -24,6 +24,7 @@ from unskew.reporting.templating import render_section
 from unskew.reporting.verdict import verdict
 from unskew.runs.coefficients import NAME as COEFFICIENTS
 from unskew.tasks.formatting import value_text
+from unskew.tasks.registry import task_scored_by
 
 GENERAL = (
     *("train_loss", "setup_seconds", "train_seconds", "lr", "local_", "consensus/", "generalization/", "gradients/"),
@@ -106,7 +107,8 @@ def _benefit(part: RunGroup) -> str:
         return ""
     overview, clients = tables.benefit_tables(benefit)
     scored, same = part.at_clients.name, benefit.same_clients
-    return render_section("benefit", overview=overview, clients=clients, same=same, scored=scored)
+    events = task_scored_by(benefit.scored).client_events
+    return render_section("benefit", overview=overview, clients=clients, same=same, scored=scored, events=events)
 
 
 def _warnings(part: RunGroup) -> str:

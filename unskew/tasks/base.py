@@ -85,6 +85,12 @@ class Task:
     outcome: ClassVar[str] = ""
     """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
 
+    constant_name: ClassVar[str] = "class shares"
+    """Description of the prediction of ``constant``."""
+
+    client_events: ClassVar[str] = ""
+    """Held-out samples that a comparison counts as the events of a client, in words; empty if there are none."""
+
     statistics: ClassVar[tuple[str, ...]] = ()
     """Permissions of statistics about the targets of clients that only this task has."""
 

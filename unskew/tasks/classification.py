@@ -57,6 +57,7 @@ class Classification(Task):
         name: Name of the task.
         provides: What the task provides of a sample.
         linear_model: Model whose coefficients have intervals.
+        client_events: Samples that count as the events of a client.
         ratio: What the exponential of a coefficient multiplies.
         requestable: Metrics that a run may request.
         weighted: Whether the loss may have class weights.
@@ -67,6 +68,7 @@ class Classification(Task):
     name: ClassVar[str] = "classification"
     provides: ClassVar[frozenset[str]] = frozenset(("one_class", "counts", "vector"))
     linear_model: ClassVar[str] = "logistic"
+    client_events: ClassVar[str] = "of the class that is rarest over all clients"
     ratio: ClassVar[str] = "odds"
     requestable: ClassVar[tuple[str, ...]] = tuple(METRICS)
     weighted: ClassVar[bool] = True

@@ -27,6 +27,18 @@ def tasks_with(needs: Collection[str]) -> list[str]:
     return [name for name, task in TASKS.items() if PROVIDED.keys() & {*needs} <= task.provides]
 
 
+def task_scored_by(name: str) -> Task:
+    """Return the first task with a primary metric.
+
+    Args:
+        name: Name of the primary metric.
+
+    >>> task_scored_by("concordance").name, task_scored_by("accuracy").name
+    ('survival', 'classification')
+    """
+    return next(task for task in TASKS.values() if task.scored == name)
+
+
 def has_loss(task: Task, loss: str) -> bool:
     """Return whether a task has a loss.
 

@@ -37,6 +37,7 @@ class Regression(Task):
         output_kind: What ``outputs`` returns.
         loss_options: Values of the option ``loss``.
         scored: Primary metric, R².
+        constant_name: Description of the prediction of ``constant``.
         extra_metrics: Names of the metrics in addition to loss and R².
         lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
         least: Lowest R².
@@ -53,6 +54,7 @@ class Regression(Task):
     output_kind: ClassVar[str] = "numbers"
     loss_options: ClassVar[tuple[str, ...]] = ("mse", "mae", "huber", "huber:DELTA")
     scored: ClassVar[str] = "r2"
+    constant_name: ClassVar[str] = "own mean"
     extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
     least: ClassVar[float] = LEAST

@@ -72,6 +72,8 @@ class Survival(Task):
         ranked: Whether ``measure_all`` computes the primary metric.
         draws_clients: Whether ``client_curve`` returns a curve.
         outcome: Name of the outcome.
+        constant_name: Description of the prediction of ``constant``.
+        client_events: Samples that count as the events of a client.
         statistics: Permissions of statistics of survival times.
         linear_model: Model whose coefficients have intervals.
         ratio: What the exponential of a coefficient multiplies.
@@ -102,6 +104,8 @@ class Survival(Task):
     ranked: ClassVar[bool] = True
     draws_clients: ClassVar[bool] = True
     outcome: ClassVar[str] = "event"
+    constant_name: ClassVar[str] = "own hazards"
+    client_events: ClassVar[str] = "whose event was observed"
     linear_model: ClassVar[str] = "proportional"
     ratio: ClassVar[str] = "hazard"
     statistics: ClassVar[tuple[str, ...]] = ("survival",)

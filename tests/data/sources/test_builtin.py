@@ -85,7 +85,7 @@ def test_lung_takes_the_options_of_a_table(lifelines):
 
 def test_lung_without_lifelines_is_an_error_with_the_command_that_gets_it(monkeypatch):
     monkeypatch.setattr(builtin, "find_spec", lambda name: None)
-    with pytest.raises(DataError, match="pip install lifelines"):
+    with pytest.raises(DataError, match="pip install --no-deps lifelines"):
         load_source("lung")
 
 
