@@ -145,8 +145,8 @@ def check_coefficients_request(
     if plain and "cuts" in request.tensors and effective_rows_of_bins(rows, request) < FEWEST:
         raise ConfigError(
             f"Fewer than {FEWEST:g} rows of this site would determine the sums for coefficients in a bin of time, or for a "
-            "value of a column there, which could reveal them. Set secure_aggregation: required or fewer bins (survival.bins) "
-            "in the experiment, merge rare categories, or remove coefficients."
+            "value of a column there, which could reveal them. In the experiment, set secure_aggregation: required or fewer "
+            "bins (survival.bins), merge rare categories, or remove coefficients."
         )
 
 
