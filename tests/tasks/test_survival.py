@@ -298,14 +298,12 @@ def test_unclear_events_are_rejected(values, event, message):
 
 
 def test_only_the_sums_of_the_configuration_may_be_asked_for():
-    y, _ = rows()
     given, until, free = Survival(bins=(100.0, 500.0)), Survival(until=500.0), Survival()
-    assert given.asks("survival", {"until": 500.0, "cuts": [100.0, 500.0]}, y)
-    assert not given.asks("survival", {"until": 500.0, "cuts": [100.0, 101.0, 500.0]}, y)
-    assert not given.asks("survival_times", {}, y)
-    assert until.asks("survival", {"until": 500.0, "cuts": []}, y)
-    assert not until.asks("survival", {"until": 50.0, "cuts": []}, y)
-    assert free.asks("survival_times", {}, y)
-    assert free.asks("survival", {"until": 1024.0, "cuts": []}, y)
-    assert not free.asks("survival", {"until": 1000.0, "cuts": []}, y)  # not an edge of the public grid
-    assert not free.asks("survival", {"until": 512.0, "cuts": []}, y)  # some times are later
+    assert given.asks("survival", {"until": 500.0, "cuts": [100.0, 500.0]})
+    assert not given.asks("survival", {"until": 500.0, "cuts": [100.0, 101.0, 500.0]})
+    assert not given.asks("survival_times", {})
+    assert until.asks("survival", {"until": 500.0, "cuts": []})
+    assert not until.asks("survival", {"until": 50.0, "cuts": []})
+    assert free.asks("survival_times", {})
+    assert free.asks("survival", {"until": 1024.0, "cuts": []})
+    assert not free.asks("survival", {"until": 1000.0, "cuts": []})  # not an edge of the public grid

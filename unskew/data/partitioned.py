@@ -220,6 +220,7 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
         missing=Computed(names, lambda j: int(missing_values(table[:, j : j + 1], known[j : j + 1]).sum())),
         target_names=targets,
         targets=y.numpy()[rows] if targets else np.zeros((len(rows), 0)),
+        label_names=tuple(source.class_names) if source.objective.numeric_labels else (),
         y=y[torch.from_numpy(rows)] if source.objective.fits else None,
     )
 

@@ -142,6 +142,7 @@ class ClientRows:
         missing: Missing values of each column of a table, by its name.
         target_names: Names of the targets of regression.
         targets: Their values before standardization, float64 ``[n, T]``.
+        label_names: Names of the label columns of any task whose labels are numbers; empty if they are not known.
         class_counts: Counts the samples of each class or label, ``[C]``; None without them.
         x: Inputs as a model gets them, before normalization, ``[n, ...]``; None before they are known.
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
@@ -157,6 +158,7 @@ class ClientRows:
     missing: Mapping[str, int] = field(default_factory=dict)
     target_names: tuple[str, ...] = ()
     targets: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
+    label_names: tuple[str, ...] = ()
     class_counts: Callable[[], Tensor] | None = None
     x: Tensor | None = None
     y: Tensor | None = None
@@ -231,10 +233,14 @@ class SumKind:
         """
         return False
 
-    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+    def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
         """Return the grid on which a request counts the values of a column, by the name of the column.
 
         A site replies for one grid per column: two overlapping ones would reveal finer cells.
+
+        Args:
+            request: Request of this kind.
+            rows: Training rows of the client, of which only the names of columns matter.
         """
         return {}
 

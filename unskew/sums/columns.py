@@ -323,7 +323,7 @@ class Histogram(SumKind):
         """Return whether each row is counted in at most one cell."""
         return True
 
-    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+    def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
         """Return the grid of each column."""
         low, high = request.args["range"]
         return {request.args["column"]: (low, high, CELLS)}

@@ -30,8 +30,8 @@ class SurvivalTimes(SumKind):
         edges = time_edges()
         if len(time) and time.max() > edges[-1]:
             raise DataError(
-                f"The largest survival time is {time.max():g}, but at most {edges[-1]:g} is supported. Use a larger unit, "
-                "such as days instead of seconds."
+                f"A survival time is larger than {edges[-1]:g}, the largest that is supported. Use a larger unit, such as "
+                "days instead of seconds."
             )
         cells = np.searchsorted(edges, time)
         return {"counts": torch.from_numpy(np.bincount(cells, minlength=len(edges)).astype(np.int64))}
@@ -113,9 +113,9 @@ class SurvivalStatistic(SurvivalCounts):
         """Return whether each row is counted in at most one cell."""
         return True
 
-    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
-        """Return the edges of the cells, by the name of the targets."""
-        return {"survival times": tuple(self.edges(request).tolist())}
+    def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
+        """Return the edges of the cells, by the name of the column of times, whose histogram is another grid."""
+        return {(*rows.label_names, "survival times")[0]: tuple(self.edges(request).tolist())}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -144,10 +144,10 @@ class LogRankTerm(SurvivalStatistic):
         """Return dtype and shape of each tensor."""
         return {"term": (torch.float64, (2,))}
 
-    def grids(self, request: SumRequest) -> dict[str, tuple[float, ...]]:
+    def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
         """Return the edges of the cells, and the hazards."""
         hazard = request.tensor("hazard", len(self.edges(request)) - 1)
-        return {**super().grids(request), "hazards of the log-rank test": tuple(hazard.tolist())}
+        return {**super().grids(request, rows), "hazards of the log-rank test": tuple(hazard.tolist())}
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of rows for both numbers."""

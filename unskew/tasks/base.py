@@ -141,13 +141,12 @@ class Task:
         """Task that can be fitted to the data of a single site, for checks before all sites are known."""
         return self
 
-    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
-        """Return whether ``fit`` may ask a client for a sum of ``fitting``.
+    def asks(self, kind: str, args: Mapping[str, Any]) -> bool:
+        """Return whether ``fit`` may ask a client for a sum, whatever its data are.
 
         Args:
             kind: Name of the kind.
             args: Arguments of the request.
-            y: Targets of the client.
         """
         return False
 

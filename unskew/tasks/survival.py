@@ -192,7 +192,7 @@ class Survival(Task):
         """Task that can be fitted to the data of a single site, which may have few events."""
         return replace(self, strict=False)
 
-    def asks(self, kind: str, args: Mapping[str, Any], y: Tensor) -> bool:
+    def asks(self, kind: str, args: Mapping[str, Any]) -> bool:
         """Return whether ``fit`` may ask a client for a sum: the cells of the configuration, or a public last time."""
         given = self.bins if isinstance(self.bins, tuple) else ()
         until = given[-1] if given else self.until
@@ -201,7 +201,7 @@ class Survival(Task):
         asked = args.get("until")
         if not isinstance(asked, float | int) or [*given] != args.get("cuts", []):
             return False
-        return asked == until if until is not None else asked in time_edges() and asked >= float(y[:, 0].max())
+        return asked == until if until is not None else asked in time_edges()
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""

@@ -1,5 +1,7 @@
 """What a site sends of its survival times: cells of enough rows, one grid, and terms of the log-rank test only in sums."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -63,3 +65,22 @@ def test_chosen_hazards_cannot_reveal_rows_at_risk(tmp_path):
     assert sent == pytest.approx([(75 - expected) ** 2 / expected, 1])
     with pytest.raises(ConfigError, match="already counted hazards"):
         ask(tmp_path, term(0.02), masked=True)
+
+
+def test_a_histogram_of_the_times_is_a_second_grid(tmp_path):
+    """A patient who dies on day 99.5 would be the difference of the cells until 99.6 of one grid and until 100 of another."""
+    config = SiteConfig.model_validate(
+        {"name": "clinic", "client": 0, "statistics": {"allow": ["survival", "histograms"]}}
+    )
+    policy, patients = StatisticsPolicy(config, tmp_path, [].append), Patients()
+    other = ClientRows(columns=("days",), numbers=patients.rows.y[:, :1].numpy(), y=patients.rows.y[:, 1].long())
+    histogram = SumRequest("histogram", {"column": "days", "range": [36.0, 100.0]})
+
+    def reply(request, rows):
+        return policy.reply("c" * 64, "a" * 16, [request], rows, patients.values)
+
+    reply(TABLE, replace(patients.rows, label_names=("days", "dead")))
+    with pytest.raises(ConfigError, match="already counted days"):
+        reply(histogram, other)
+    another = replace(patients.rows, label_names=("weeks", "dead"))  # another column has a grid of its own
+    reply(SumRequest("survival_table", {"until": UNTIL + 1, "cuts": []}), another)

@@ -44,6 +44,8 @@ class Records(JsonModel):
     """Clients of each opened sum, by the digest of the model from which they trained."""
     sums: Clients = ()
     """Clients of all opened sums of statistics."""
+    fitted: dict[str, str] = Field(default_factory=dict)
+    """Digest of the request with which a task is fitted, by the experiment's digest and the kind of the sum."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,29 @@ class SumsLedger(DataLedger):
         records = self._read()
         self._store(records.model_copy(update={"sums": clients}))
 
+    def fit_once(self, name: str, request: str) -> None:
+        """Store the only request of a name to which the site replies; call this before the reply leaves the site.
+
+        Args:
+            name: Digest of the experiment, and kind of the sum.
+            request: Digest of the request.
+
+        Raises:
+            ConfigError: If another one was stored.
+        """
+        records = self._read()
+        before = records.fitted.get(name)
+        if before not in (None, request):
+            raise ConfigError(
+                "This site has already counted its times for this experiment up to another time, and counts them on no "
+                "other cells, because both together would reveal finer ones. Set survival.until in the experiment at all "
+                "sites, which is then another experiment. Otherwise, the site's administrator can run unskew deploy forget "
+                "site.yaml."
+            )
+        if before is None:
+            self._store(records.model_copy(update={"fitted": {**records.fitted, name: request}}))
+
     def forget(self) -> None:
-        """Forget the clients of opened sums of statistics."""
+        """Forget the clients of opened sums of statistics, and the requests with which tasks were fitted."""
         if os.path.lexists(self.path):
-            self._store(self._read().model_copy(update={"sums": ()}))
+            self._store(self._read().model_copy(update={"sums": (), "fitted": {}}))

@@ -212,7 +212,7 @@ class StatisticsPolicy:
     ) -> tuple[dict[str, Tensor], float]:
         """Return the stored tensors of a reply and its privacy loss, 0 for an earlier reply."""
         records, rules = message.records, self.rules
-        for column, grid in kind.grids(request).items():
+        for column, grid in kind.grids(request, rows).items():
             if records.grids.get(column, grid) != grid:
                 raise ConfigError(
                     f"The site {self.site} has already counted {column} on the grid {[*records.grids[column]]} and counts "

@@ -19,7 +19,7 @@ from unskew.deployment.site.config import SiteConfig, load_identity, load_site_c
 from unskew.deployment.site.evaluation import SiteEvaluation, held_out_scores
 from unskew.deployment.site.experiments import SiteExperiments, check_settings
 from unskew.deployment.site.ledger import FILE as LEDGER
-from unskew.deployment.site.ledger import DataLedger
+from unskew.deployment.site.ledger import DataLedger, SumsLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.policy import PREPARED, StatisticsPolicy
 from unskew.deployment.site.received import ReceivedData
@@ -30,6 +30,7 @@ from unskew.deployment.site.sums import (
     check_precision,
     check_schema_arguments,
     masked_reply,
+    record_fitting,
 )
 from unskew.deployment.site.trainer import SiteTrainer, size_report
 from unskew.deployment.wire.fields import read_integer, read_text
@@ -142,7 +143,7 @@ class SiteProcess:
             check_schema_arguments(requests, work.reference)
             for one in requests:
                 if one.kind == "fisher":
-                    check_needed([one], work.config, rows)
+                    check_needed([one], work.config)
                     check_coefficients_request(one, work.config, work.original, rows)
             return self._sums(request, digest, work.reference, rows, samples.total)
         if request.kind == "train":
@@ -221,10 +222,11 @@ class SiteProcess:
             raise InvalidMessageError("it asks for sums, which noise at the sites does not protect")
         experiment = self.experiments.config(digest)
         masked = experiment.secure_aggregation == "required"
-        check_needed(requests, experiment, rows)
+        check_needed(requests, experiment)
         ledger = self.config.path("state", self.folder) / LEDGER
         if self.experiments.limited[digest]:
             DataLedger(ledger, run, self.config.max_runs).admit()
+        record_fitting(requests, SumsLedger(ledger, run), digest)
         if masked:
             before = self.masks.again(run, read_text(request.config, "session"))
             if before is not None:

@@ -30,7 +30,7 @@ from unskew.runs.coefficients import Design
 from unskew.runs.metrics import run_metrics
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
-from unskew.sums.fisher import effective_rows
+from unskew.sums.fisher import effective_rows, effective_rows_of_bins
 from unskew.sums.registry import SUMS
 
 FEWEST = 5.0
@@ -41,38 +41,60 @@ FITTING = ("survival_times", "survival")
 """Kinds of sums for which only a task asks."""
 
 
-def check_needed(requests: Sequence[SumRequest], config: Experiment, rows: ClientRows) -> None:
+def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
     """Validate that an experiment needs the sums that no permission of the site covers.
 
     Args:
         requests: Requests of one message.
         config: Experiment that the site has agreed to.
-        rows: Training rows of the site.
 
     Raises:
-        ConfigError: If it does not need one of them.
+        ConfigError: If it does not need one of them, or needs one of them once but there are two.
     """
     balanced = config.class_weights == "balanced"
     needed = {"classes": balanced, "pixels": balanced, "fisher": config.coefficients}
     needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
-    needed |= {one.kind: fits_with(config.data_spec, one, rows) for one in requests if one.kind in FITTING}
-    wrong = next((one.kind for one in requests if not needed.get(one.kind, True)), None)
-    if wrong is not None:
-        raise ConfigError(f"The experiment that this site has agreed to does not need the sums {wrong}.")
+    digests: dict[str, str] = {}
+    for one in requests:
+        fits = fits_with(config.data_spec, one) if one.kind in FITTING else needed.get(one.kind, True)
+        if not fits:
+            raise ConfigError(f"The experiment that this site has agreed to does not need the sums {one.kind}.")
+        kind = SUMS.get(one.kind)
+        if kind is not None and not kind.permission and digests.setdefault(one.kind, one.digest) != one.digest:
+            raise ConfigError(
+                f"A message has two different requests for the sums {one.kind}, but the experiment needs one of them."
+            )
     if sum(SUMS[one.kind].scores_model for one in requests) > 1:
         raise ConfigError("A message asks for the scores of one model only.")
 
 
-def fits_with(spec: DataSpec, request: SumRequest, rows: ClientRows) -> bool:
-    """Return whether the task of an experiment is fitted with a sum.
+def fits_with(spec: DataSpec, request: SumRequest) -> bool:
+    """Return whether the task of an experiment is fitted with a sum; this does not depend on the site's data.
 
     Args:
         spec: Data of the experiment.
         request: Request for the sum.
-        rows: Training rows of the site.
     """
     task = task_of_spec(spec)
-    return task is not None and rows.y is not None and task.asks(request.kind, request.args, rows.y)
+    return task is not None and task.asks(request.kind, request.args)
+
+
+def record_fitting(requests: Sequence[SumRequest], ledger: SumsLedger, experiment: str) -> None:
+    """Validate that a task is fitted with one sum of each kind in all runs of an experiment, and store it.
+
+    Two tables of the same rows on different cells would reveal finer cells.
+
+    Args:
+        requests: Requests of one message, which the experiment needs.
+        ledger: Record of opened sums.
+        experiment: Digest of the experiment.
+
+    Raises:
+        ConfigError: If a sum has other arguments than before.
+    """
+    for one in requests:
+        if one.kind in FITTING:
+            ledger.fit_once(f"{experiment} {one.kind}", one.digest)
 
 
 def check_schema_arguments(requests: Sequence[SumRequest], reference: DataSchema) -> None:
@@ -104,7 +126,8 @@ def check_coefficients_request(
         rows: Training rows of this site.
 
     Raises:
-        ConfigError: If columns or event are not those of the experiment, or few rows determine the sums.
+        ConfigError: If columns or event are not those of the experiment, or few rows determine the sums, or without masks
+            those of a bin.
     """
     event = run_metrics(config, federation).computed.positive
     expected = Design(federation).request(event, np.zeros(1))
@@ -115,7 +138,15 @@ def check_coefficients_request(
         raise ConfigError("The columns or the event of a request for coefficients are not those of the experiment.")
     if effective_rows(rows, request) < FEWEST:
         raise ConfigError(
-            f"Fewer than {FEWEST} rows of this site would determine the sums for coefficients, which could reveal them."
+            f"Fewer than {FEWEST:g} rows of this site would determine the sums for coefficients, which could reveal them."
+        )
+    # Sums over sites do not show the bins of a single one.
+    plain = config.secure_aggregation != "required"
+    if plain and "cuts" in request.tensors and effective_rows_of_bins(rows, request) < FEWEST:
+        raise ConfigError(
+            f"Fewer than {FEWEST:g} rows of this site would determine the sums for coefficients in a bin of time, or for a "
+            "value of a column there, which could reveal them. In the experiment, set secure_aggregation: required or fewer "
+            "bins (survival.bins), merge rare categories, or remove coefficients."
         )
 
 
@@ -214,8 +245,11 @@ def describe_sums(rows: ClientRows, config: Experiment) -> list[str]:
         lines.append(f"the values of the category {name}: {abbreviate(values, 20) or 'none'}; {size} bytes")
     if config.class_weights == "balanced":
         lines.append("number of samples, or of pixels in masks, of each class")
-    if rows.y is not None and (task := task_of_spec(config.data_spec)) is not None:
+    task = task_of_spec(config.data_spec)
+    if rows.y is not None and task is not None:
         task.of_one_site.fit(lambda kind, args, tensors: described(SumRequest(kind, args, tensors), rows, lines))
     if config.coefficients:
-        lines.append("up to 22 times, after the last round: score and information of a logistic regression")
+        hazards = task is not None and task.ratio == "hazard"
+        model = "proportional hazards, for each bin of time and column" if hazards else "a logistic regression"
+        lines.append(f"up to 22 times, after the last round: score and information of {model}")
     return lines
