@@ -255,6 +255,15 @@ def test_constants_of_files_give_the_task():
             TASK.with_constants(wrong, 2)
 
 
+def test_only_configured_gray_values_are_accepted():
+    task = Segmentation(values=(0, 255), ignore=128)
+    assert not task.accepts(task.constants)
+    assert not Segmentation().accepts({"values": (0.0, 7.0)})
+    assert "segmentation.values" in task.accepts({"values": (0.0, 254.0), "ignore": (128.0,)})
+    assert "segmentation.ignore" in task.accepts({"values": (0.0, 255.0)})
+    assert "segmentation.ignore" in Segmentation().accepts({"ignore": (1.0,)})
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -202,6 +202,70 @@ def test_other_constants_are_rejected(changed):
         TASKS["survival"].with_constants({**constants, **changed}, 3)
 
 
+def test_a_model_has_at_most_100_horizons():
+    constants = fitted(rows()[0], bins=3).constants
+    times = np.linspace(1e-3, 1, 101) * constants["cuts"][-1]
+    assert len(TASKS["survival"].with_constants({**constants, "horizons": times[1:]}, 3).horizons) == 100
+    with pytest.raises(ValueError, match="at most 100"):
+        TASKS["survival"].with_constants({**constants, "horizons": times}, 3)
+
+
+GRID = np.arange(1, 257) * (512.0 / 256)
+ACCEPTED = {
+    "cuts": (2.0, 100.0, 512.0), "rates": (0.1,) * 3, "shares": (0.1,) * 3, "horizons": (100.0,),
+    "censoring": (1.0,) * 257, "discrete": (0.0,), "event": (),
+}  # fmt: skip
+CONFIGURED = {"bins": (2.0, 100.0, 512.0), "cuts": (2.0, 100.0, 512.0), "rates": (0.1,) * 3}
+
+
+@pytest.mark.parametrize(
+    ("options", "changed", "reason"),
+    [
+        ({}, {}, ""),
+        ({"until": 512.0, "bins": 3}, {}, ""),
+        ({"until": 512.0, "bins": 2}, {}, "at most 2 of the public cells"),
+        ({"until": 512.0}, {"cuts": (*GRID[:9], 512.0), "horizons": (2.0,)}, ""),
+        ({"until": 512.0}, {"cuts": (*GRID[:10], 512.0)}, "at most 10 of the public cells"),
+        ({"until": 512.0}, {"cuts": (2.0, 101.0, 512.0)}, "public cells"),
+        ({"until": 512.0}, {"cuts": (2.0, 100.0)}, "public cells"),
+        ({"until": 512.0}, {"cuts": ()}, "public cells"),
+        ({}, {"cuts": (100.0, 500.0)}, "public cells"),  # the last one is not in the public grid of times
+        ({}, {"cuts": ()}, "public cells"),
+        ({"bins": (2.0, 100.0, 512.0)}, {}, ""),
+        ({"bins": (2.0, 102.0, 512.0)}, {}, "survival.bins"),
+        ({"horizons": (100.0,)}, {}, ""),
+        ({"horizons": (102.0,)}, {}, "survival.horizons"),
+        ({"horizons": (2.0, 100.0)}, {}, "survival.horizons"),
+        ({}, {"horizons": (99.0,)}, "1 to 3 of the cut points"),
+        ({}, {"horizons": ()}, "1 to 3 of the cut points"),
+        ({}, {"cuts": (2.0, 4.0, 6.0, 512.0), "horizons": (2.0, 4.0, 6.0, 512.0)}, "1 to 3 of the cut points"),
+        ({}, {"censoring": ()}, "curve of censoring"),
+        (CONFIGURED, {"censoring": ()}, ""),
+        (CONFIGURED, {}, "curve of censoring"),
+        (CONFIGURED, {"rates": (0.1, 0.1, 0.2), "censoring": ()}, "survival.rates"),
+        ({}, {"discrete": (1.0,)}, "loss"),
+        ({"kind": "discrete"}, {}, "loss"),
+        ({"event": "2"}, {}, "value that means the event"),
+    ],
+)  # fmt: skip
+def test_only_constants_that_fit_the_configuration_are_accepted(options, changed, reason):
+    found = Survival(**options).accepts({**ACCEPTED, **changed})
+    assert reason in found if reason else not found
+
+
+def test_fitted_constants_are_accepted():
+    y, _ = rows()
+    for options in ({}, {"bins": 5}, {"until": 400.0}, {"bins": (50.0, 400.0)}, {"horizons": (17.0, 30.0)}):
+        task = Survival(**options)
+        assert not task.accepts(task.fit(asked([y])).constants)
+
+
+def test_other_tasks_accept_constants_that_they_can_have():
+    assert "no constants" in TASKS["classification"].accepts({"mean": (0.0,)})
+    assert not TASKS["classification"].accepts({})
+    assert not TASKS["regression"].accepts({"mean": (7.0,), "std": (2.0,)})
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [

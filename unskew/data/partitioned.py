@@ -19,6 +19,7 @@ from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
+from unskew.data.readers.column_roles import LABEL
 from unskew.data.readers.encoders import (
     FittedEncoders,
     column_rows,
@@ -199,6 +200,11 @@ def target_names(source: Source) -> tuple[str, ...]:
     return tuple(source.class_names) or tuple(str(t) for t in range(source.classes))
 
 
+def label_columns(source: Source) -> tuple[str, ...]:
+    """Return the names of the label columns of a table; empty for other data."""
+    return tuple(name for name, role in source.columns.items() if role.startswith(LABEL))
+
+
 def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> ClientRows:
     """Return rows of a data source as sums use them, before global statistics are applied.
 
@@ -220,8 +226,8 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
         missing=Computed(names, lambda j: int(missing_values(table[:, j : j + 1], known[j : j + 1]).sum())),
         target_names=targets,
         targets=y.numpy()[rows] if targets else np.zeros((len(rows), 0)),
-        label_names=tuple(source.class_names) if source.objective.numeric_labels else (),
         y=y[torch.from_numpy(rows)] if source.objective.fits else None,
+        labels=label_columns(source),
     )
 
 

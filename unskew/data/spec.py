@@ -15,7 +15,7 @@ from unskew.data.csv_format import CsvConfig
 from unskew.data.partition.parsing import parse_count, parse_positive
 from unskew.errors import ConfigError
 from unskew.expressions import parse_expression, parse_names, split_list, unquote
-from unskew.tasks.survival_columns import value_text
+from unskew.tasks.survival_columns import MOST_HORIZONS, value_text
 
 TABLES = (".parquet", ".csv", ".jsonl")
 """File name extensions of tables."""
@@ -287,6 +287,8 @@ class SurvivalSpec(Section):
             )
         if self.rates and not (isinstance(self.bins, tuple) and len(self.bins) == len(self.rates)):
             raise ValueError("survival.rates needs one number per bin, and survival.bins as cut points")
+        if len(self.horizons) > MOST_HORIZONS:
+            raise ValueError(f"survival.horizons has {len(self.horizons)} times; write at most {MOST_HORIZONS}")
         if late := [horizon for horizon in self.horizons if horizon > last]:
             raise ValueError(
                 f"survival.horizons has {late[0]:g}, which is after {last:g}, the last time with a prediction; remove it, or "

@@ -142,7 +142,7 @@ class ClientRows:
         missing: Missing values of each column of a table, by its name.
         target_names: Names of the targets of regression.
         targets: Their values before standardization, float64 ``[n, T]``.
-        label_names: Names of the label columns of any task whose labels are numbers; empty if they are not known.
+        labels: Names of the label columns of a table.
         class_counts: Counts the samples of each class or label, ``[C]``; None without them.
         x: Inputs as a model gets them, before normalization, ``[n, ...]``; None before they are known.
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
@@ -158,7 +158,7 @@ class ClientRows:
     missing: Mapping[str, int] = field(default_factory=dict)
     target_names: tuple[str, ...] = ()
     targets: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
-    label_names: tuple[str, ...] = ()
+    labels: tuple[str, ...] = ()
     class_counts: Callable[[], Tensor] | None = None
     x: Tensor | None = None
     y: Tensor | None = None
@@ -198,6 +198,8 @@ class SumKind:
     """Names of ``SumRequest.tensors``."""
     masked_only: ClassVar[bool] = False
     """Whether a site sends the sums only under secure aggregation."""
+    uses_labels: ClassVar[bool] = True
+    """Whether the sums depend on which columns are the labels, so that experiments with other ones get other replies."""
     scores_model: ClassVar[bool] = False
     """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 

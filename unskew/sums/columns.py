@@ -124,6 +124,7 @@ class Moments(SumKind):
     """Number and sum of the values of each column and target."""
 
     name = "moments"
+    uses_labels = False
     arguments = ColumnArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
@@ -156,6 +157,7 @@ class Squares(SumKind):
     """Sum of squared deviations of each column and target from the mean over all clients."""
 
     name = "squares"
+    uses_labels = False
     arguments = ColumnArguments
     constants = ("mean",)
 
@@ -295,6 +297,7 @@ class Missing(SumKind):
 
     name = "missing"
     permission = "missing"
+    uses_labels = False
     arguments = ColumnArguments
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
@@ -317,6 +320,7 @@ class Histogram(SumKind):
 
     name = "histogram"
     permission = "histograms"
+    uses_labels = False
     arguments = RangeArguments
 
     def disjoint(self, rows: ClientRows) -> bool:

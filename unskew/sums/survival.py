@@ -115,7 +115,7 @@ class SurvivalStatistic(SurvivalCounts):
 
     def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
         """Return the edges of the cells, by the name of the column of times, whose histogram is another grid."""
-        return {(*rows.label_names, "survival times")[0]: tuple(self.edges(request).tolist())}
+        return {(*rows.labels, "survival times")[0]: tuple(self.edges(request).tolist())}
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""

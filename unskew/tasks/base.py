@@ -150,6 +150,16 @@ class Task:
         """
         return False
 
+    def accepts(self, constants: Mapping[str, Sequence[float]]) -> str:
+        """Return why constants cannot be those of this task after ``fit``; empty if they can.
+
+        A site compares what a server sends with its experiment, so that the server cannot choose constants that reveal rows.
+
+        Args:
+            constants: Constants of a task, from ``with_constants``.
+        """
+        return f"the task {self.name} has no constants" if constants else ""
+
     def named(self, names: Sequence[str]) -> Task:
         """Return the task with the names of its outputs, if its metrics have them.
 

@@ -100,6 +100,15 @@ class Segmentation(Task):
             )
         return replace(self, values=values, ignore=next(iter(ignore), None))
 
+    def accepts(self, constants: Mapping[str, Sequence[float]]) -> str:
+        """Return why gray values are not the configured ones; without ``segmentation.values``, classes may have any."""
+        values = tuple(constants.get("values", ()))
+        if self.values and values != self.values:
+            return "its gray values of the classes are not those of segmentation.values"
+        if tuple(constants.get("ignore", ())) != (() if self.ignore is None else (self.ignore,)):
+            return "its ignored gray value is not that of segmentation.ignore"
+        return ""
+
     def configured(self, options: Any) -> Segmentation:
         """Return the segmentation with classes and gray values of the configuration.
 

@@ -34,7 +34,7 @@ from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
-from unskew.tasks.survival_columns import FEWEST_TIMES, value_text
+from unskew.tasks.survival_columns import FEWEST_TIMES, MOST_HORIZONS, value_text
 from unskew.tasks.survival_evaluation import (
     SurvivalPredictions,
     censored_at,
@@ -50,6 +50,8 @@ BINS = 10
 """Number of bins by default, if there are enough events."""
 FEW = 10
 """Number of events per bin below which a warning is logged."""
+QUARTILES = (0.25, 0.5, 0.75)
+"""Shares of the events at the default horizons."""
 LOG = logging.getLogger("unskew")
 
 
@@ -151,11 +153,15 @@ class Survival(Task):
             and all(0 < rate < math.inf for rate in rates)
             and all(0 < share < 1 for share in shares)
             and all(0 < horizon <= cuts[-1] for horizon in found["horizons"])
+            and len(found["horizons"]) <= MOST_HORIZONS
             and len(found["censoring"]) in (0, CELLS + 1)
             and all(0 <= share <= 1 for share in found["censoring"])
         )
         if not fits:
-            raise ValueError("the constants are not increasing cut points with a hazard each, horizons and a curve")
+            raise ValueError(
+                "the constants are not increasing cut points with a hazard each, a curve, and horizons, of which there are "
+                f"at most {MOST_HORIZONS}"
+            )
         kind = "discrete" if discrete[0] else "piecewise"
         horizons, censoring = found["horizons"], found["censoring"]
         event = "".join(chr(int(code)) for code in codes)
@@ -202,6 +208,28 @@ class Survival(Task):
         if not isinstance(asked, float | int) or [*given] != args.get("cuts", []):
             return False
         return asked == until if until is not None else asked in time_edges()
+
+    def accepts(self, constants: Mapping[str, Sequence[float]]) -> str:
+        """Return why constants are not those of the configuration, or of the public grid where it leaves a choice."""
+        found = {name: tuple(constants.get(name, ())) for name in self.constants}
+        cuts, horizons, given = found["cuts"], found["horizons"], self.bins if isinstance(self.bins, tuple) else ()
+        most = self.bins if isinstance(self.bins, int) else BINS
+        until = self.until or next((last for last in cuts[-1:] if last in time_edges()), math.inf)
+        on_grid = cuts[-1:] == (until,) and {*cuts} <= {*grid_edges(until).tolist()} and len(cuts) <= most
+        problems = {
+            "its loss or its value that means the event is not that of the experiment": any(
+                found[name] != self.constants[name] for name in ("discrete", "event")
+            ),
+            "its cut points are not those of survival.bins": bool(given) and cuts != given,
+            f"its cut points are not at most {most} of the public cells until survival.until": not given
+            and not on_grid,
+            "its rates are not those of survival.rates": bool(self.rates) and found["rates"] != self.rates,
+            "it has a curve of censoring, or none, unlike the experiment": bool(self.rates) == bool(found["censoring"]),
+            "its horizons are not those of survival.horizons": bool(self.horizons) and horizons != self.horizons,
+            f"its horizons are not 1 to {len(QUARTILES)} of the cut points": not self.horizons
+            and not (0 < len(horizons) <= len(QUARTILES) and {*horizons} <= {*cuts}),
+        }
+        return next((problem for problem, wrong in problems.items() if wrong), "")
 
     def with_loss(self, loss: str) -> Survival:
         """Return the task with the loss ``piecewise`` or ``discrete``."""
@@ -563,4 +591,4 @@ def quartile_cuts(events: np.ndarray, cuts: Sequence[float]) -> tuple[float, ...
     (10.0, 20.0, 30.0)
     """
     reached = np.cumsum(events) / events.sum()
-    return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in (0.25, 0.5, 0.75)))
+    return tuple(cuts[j] for j in dict.fromkeys(int(np.abs(reached - q).argmin()) for q in QUARTILES))

@@ -9,6 +9,8 @@ TIMES = r"time|days|months|years|duration|follow.?up|os|pfs|dfs|rfs"
 EVENTS = r"event|status|dead|death|died|vital|relapse|recur|censor"
 FEWEST_TIMES = 20
 """A column of times has more than this number of distinct values."""
+MOST_HORIZONS = 100
+"""Largest number of times at which a model reports risks."""
 
 
 def value_text(value: object) -> str:

@@ -79,8 +79,8 @@ def test_a_histogram_of_the_times_is_a_second_grid(tmp_path):
     def reply(request, rows):
         return policy.reply("c" * 64, "a" * 16, [request], rows, patients.values)
 
-    reply(TABLE, replace(patients.rows, label_names=("days", "dead")))
+    reply(TABLE, replace(patients.rows, labels=("days", "dead")))
     with pytest.raises(ConfigError, match="already counted days"):
         reply(histogram, other)
-    another = replace(patients.rows, label_names=("weeks", "dead"))  # another column has a grid of its own
+    another = replace(patients.rows, labels=("weeks", "dead"))  # another column has a grid of its own
     reply(SumRequest("survival_table", {"until": UNTIL + 1, "cuts": []}), another)

@@ -177,7 +177,8 @@ def agree_on_data_and_model(
         reference = replace(reference, counts_known=callable(method.weights))
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
-        sites.connection.header = run_header(config, DataSchema.of(reference))
+        with_loss = apply_task_options(reference, config.loss, None)  # class weights are not known yet
+        sites.connection.header = run_header(config, DataSchema.of(with_loss))
         frames = request_all(sites, {k: Frame("hello") for k in frames}, "client_info", lambda client, frame: frame)
     counts = None
     if config.class_weights == "balanced" and not reference.counts_known:

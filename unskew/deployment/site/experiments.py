@@ -19,6 +19,8 @@ from unskew.errors import ConfigError, UnskewError
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.registry import method as method_of
 from unskew.protocol.rules import Method
+from unskew.tasks.base import Task
+from unskew.tasks.registry import TASKS, has_loss
 
 
 class SiteExperiments:
@@ -111,14 +113,14 @@ class SiteExperiments:
             )
 
     def check_schema(self, digest: str, reference: DataSchema) -> None:
-        """Validate that a data schema is the one that this site knows, if it does not have to learn it from the server.
+        """Validate that a data schema fits the experiment, and is the one that this site knows, if it knows one.
 
         Args:
             digest: Digest of the experiment.
             reference: Schema that the server sent.
 
         Raises:
-            InvalidMessageError: If the schema differs.
+            InvalidMessageError: If the schema differs, or its constants cannot be those of the experiment's task.
             ConfigError: If the site adds noise to its updates and has no schema, so that it could be asked for properties
                 of its data by offering different ones.
         """
@@ -138,6 +140,8 @@ class SiteExperiments:
             raise InvalidMessageError(
                 "its data schema differs from the one that the administrator of the site installed"
             )
+        if reference.settled and (reason := agreed_task(self.configs[digest], reference).accepts(reference.constants)):
+            raise InvalidMessageError(f"{reason}, so it differs from the experiment that this site has agreed to")
 
     def trainer(self, digest: str, reference: DataSchema) -> SiteTrainer:
         """Return the trainer of an experiment, built once.
@@ -207,6 +211,18 @@ def is_limited(config: Experiment, method: Method) -> bool:
     noisy = any(rule.poisson_batches for rule in method.client) or site_noise(method) is not None
     generated = any(getattr(rule, "privacy", None) is not None for rule in method.data)
     return noisy or generated or config.secure_aggregation == "required"
+
+
+def agreed_task(config: Experiment, reference: DataSchema) -> Task:
+    """Return the task of a data schema with the options and the loss of an experiment, before it is fitted.
+
+    Args:
+        config: Experiment that the site has agreed to.
+        reference: Data schema.
+    """
+    task = TASKS[reference.task]
+    task = task.configured(getattr(config.data_spec, task.section)) if task.section else task
+    return task.with_loss(config.loss) if config.loss != "auto" and has_loss(task, config.loss) else task
 
 
 def check_settings(reference: DataSchema, config: Experiment, kind: str) -> None:

@@ -8,6 +8,7 @@ experiment and are not restricted here.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -229,8 +230,9 @@ class StatisticsPolicy:
                     "unskew deploy forget site.yaml."
                 )
             records = records.model_copy(update={"data_schema": message.schema})
+        identity = reply_identity(kind, request, rows)
         for reply in records.replies:
-            if (reply.request, reply.epsilon) == (request.digest, rules.epsilon) and reply.data in message.same:
+            if (reply.request, reply.epsilon) == (identity, rules.epsilon) and reply.data in message.same:
                 message.records = records
                 return self.ledger.tensors(reply.sums), 0.0
         if len(records.replies) >= MOST:
@@ -257,7 +259,7 @@ class StatisticsPolicy:
         tensors |= {f"groups/{name}": sizes for name, sizes in kind.group_sizes(rows, request).items()}
         data = self.ledger.write_tensors(message.hashes)
         file = self.ledger.write_tensors(tensors)
-        reply = StoredReply(request=request.digest, data=data, epsilon=rules.epsilon, sums=file)
+        reply = StoredReply(request=identity, data=data, epsilon=rules.epsilon, sums=file)
         update = {
             "replies": (*records.replies, reply),
             "data": (*dict.fromkeys((*records.data, data)),),
@@ -287,6 +289,18 @@ class StatisticsPolicy:
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
         return own, positions
+
+
+def reply_identity(kind: SumKind, request: SumRequest, rows: ClientRows) -> str:
+    """Return the digest by which a reply is stored: of the request, and of the label columns if the sums depend on them.
+
+    Args:
+        kind: Kind of the request.
+        request: Request in the form that is the same for all requests for the same statistic.
+        rows: Training rows of the site.
+    """
+    labels = rows.labels if kind.uses_labels else ()
+    return hashlib.sha256(json.dumps([request.digest, labels]).encode()).hexdigest()
 
 
 def small_cells(counts: Tensor, least: int, total: int | None) -> Tensor:

@@ -38,7 +38,7 @@ class StoredReply(JsonModel):
     """Reply to one request."""
 
     request: Digest
-    """Digest of the request."""
+    """Digest of the request, and of the names of the label columns if the sums depend on them."""
     data: Digest
     """Data from which it was computed."""
     epsilon: Loss | None
