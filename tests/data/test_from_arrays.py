@@ -1,5 +1,6 @@
 """A federation holds the arrays that it is given, and of files only what a drawn client needs."""
 
+import functools
 import pickle
 from dataclasses import replace
 
@@ -9,7 +10,7 @@ import torch
 
 import unskew
 from unskew.data.clients import RECENT, iterate_batches
-from unskew.errors import DataError
+from unskew.errors import ConfigError, DataError
 from unskew.runs.resume import stored_content
 
 OPTIONS = {"model": "logistic", "rounds": 1, "local_steps": 1, "batch_size": 4, "engine": "inline", "seed": 0}
@@ -141,3 +142,51 @@ def test_evaluation_takes_the_batches_that_one_array_would_give():
     found, whole = list(iterate_batches(iter(parts), 4)), torch.cat(parts)
     assert [len(batch) for batch in found] == [4, 4, 4, 3]
     assert torch.equal(torch.cat(found), whole)
+
+
+@pytest.mark.parametrize(("event", "column"), [(0, (1, 0)), (2, (1, 2)), (None, (0, 1))])
+def test_the_event_of_survival_arrays_may_be_another_value(event, column):
+    x, time = np.zeros((40, 2), np.float32), np.arange(1.0, 41)
+    died = np.arange(40) % 3 > 0
+    y = np.stack([time, np.where(died, column[1], column[0])], 1)
+    options = {"until": 40, **({} if event is None else {"event": event})}
+    fed = unskew.Federation.from_arrays(
+        [(x, y), (x, y, x, y)], test=(x, y), task="survival", options=options, holdout=0.0
+    )
+    for own in (fed.clients[0].y, fed.clients[1].y_test, fed.test[1]):
+        assert torch.equal(own[:, 1], torch.from_numpy(died).double()[own[:, 0].long() - 1])
+
+
+def test_a_survival_event_that_arrays_do_not_have_is_an_error():
+    x, y = np.zeros((40, 2), np.float32), np.stack([np.arange(1.0, 41), np.arange(40) % 2], 1)
+    with pytest.raises(DataError, match=r"survival\.event is 'Dead', but the event column .* has the values 0, 1"):
+        unskew.Federation.from_arrays([(x, y)], test=(x, y), task="survival", options={"event": "Dead"})
+
+
+@pytest.mark.parametrize(
+    ("options", "levels", "classes", "names"),
+    [
+        ({"ignore": 2, "classes": ["a", "b", "c", "d"]}, [0, 1, 2, 3], [0, 1, 255, 3], ("a", "b", "c", "d")),
+        ({"values": [200, 0], "classes": ["a", "b"]}, [0, 200, 255], [1, 0, 255], ("a", "b")),
+        ({"values": [0, 255], "ignore": 7}, [0, 7, 255], [0, 255, 1], ("0", "255")),
+    ],
+)
+def test_options_of_masks_in_arrays_are_used(options, levels, classes, names):
+    draws = np.random.default_rng(0)
+    x, which = draws.normal(size=(6, 3, 8, 8)).astype(np.float32), draws.integers(0, len(levels), (6, 8, 8))
+    y, expected = np.array(levels)[which], np.array(classes, np.uint8)[which]
+    fed = unskew.Federation.from_arrays(
+        [(x, y, x, y)], test=(x, y.astype(np.uint8)), task="segmentation", options=options, holdout=0.0
+    )
+    assert (fed.names, fed.objective.names, fed.classes) == (names, names, len(names))
+    for own in (fed.clients[0].y, fed.clients[0].y_test, fed.test[1]):
+        assert torch.equal(own, torch.from_numpy(expected))
+
+
+def test_masks_in_arrays_must_have_the_values_and_names_of_the_options():
+    x, y = np.zeros((4, 3, 8, 8), np.float32), np.tile([0, 9], (4, 8, 4))
+    make = functools.partial(unskew.Federation.from_arrays, [(x, y)], test=(x, y), task="segmentation")
+    with pytest.raises(DataError, match=r"client 0 contain 9, but the classes have 0, 7.*segmentation\.ignore"):
+        make(options={"values": [0, 7]})
+    with pytest.raises(ConfigError, match="options name the classes a, b, but class_names others"):
+        make(options={"values": [0, 9], "classes": ["a", "b"]}, class_names=["a", "c"])

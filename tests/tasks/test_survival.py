@@ -286,7 +286,7 @@ def test_the_number_of_bins_that_fit_fits():
     y, _ = rows(30)
     with pytest.raises(ConfigError) as problem:
         fitted(y, bins=200)
-    most = int(str(problem.value).rsplit(" ", 1)[1].rstrip("."))
+    most = int(re.search(r"at most (\d+)", str(problem.value))[1])
     task = fitted(y, bins=most)
     assert bin_sums(y, task.cuts)[0].all()
 
@@ -302,6 +302,59 @@ def test_few_events_and_clients_without_events_warn(monkeypatch):
     assert "fewer than 10 per bin" in logged[0]
     assert re.fullmatch("clients without an event until .*: 1", logged[1])
     assert len(logged) == 2
+
+
+def test_an_outlier_in_time_that_leaves_few_bins_warns(monkeypatch):
+    logged = []
+    monkeypatch.setattr(survival.LOG, "warning", lambda text, *values: logged.append(text % values))
+    y, _ = rows()
+    fitted(y)
+    assert not logged
+    y[5] = torch.tensor([1e7, 0.0])
+    task = fitted(y)
+    assert len(task.cuts) < 10
+    assert logged == [
+        f"survival.bins: {len(task.cuts)} instead of 10, because the events are in few of the 256 equal cells of time up to "
+        f"{survival.number_text(task.cuts[-1])}; if few times are near it, set survival.until to an earlier time"
+    ]
+    logged.clear()
+    assert len(fitted(y, until=900.0).cuts) == 10
+    assert not logged
+
+
+def test_times_below_the_public_grid_need_another_unit():
+    y, _ = rows()
+    y[:, 0] *= 1e-12
+    with pytest.raises(DataError, match=r"at most 9.5e-07, .*Use a smaller unit.* survival\.until"):
+        fitted(y)
+    assert len(fitted(y, until=9e-10).cuts) == 10
+
+
+@pytest.mark.parametrize(
+    ("event", "value", "warned"),
+    [("Dead", "dead", True), ("Dead", "Y", True), ("Dead", "Alive", False), ("2", "1", False), ("1", "0", False),
+     ("0", "1", False), ("yes", "No", False), ("2", "0", False), ("Dead", "Dead", False)],
+)  # fmt: skip
+def test_an_event_that_never_occurs_warns_unless_the_value_means_no_event(monkeypatch, event, value, warned):
+    logged = []
+    monkeypatch.setattr(survival.LOG, "warning", lambda text, *values: logged.append(text % values))
+    coded = Survival(event=event).encode_column(1, "status", [value] * 3, "hospital B")
+    assert coded.tolist() == [float(event == value)] * 3
+    assert logged == [
+        f"hospital B: no row has an event, because the event column 'status' has only the value '{value}', but "
+        f"survival.event is '{event}'"
+    ] * warned  # fmt: skip
+
+
+def test_horizons_have_distinct_names():
+    y, _ = rows()
+    task = fitted(y, until=900.0, bins=2, horizons=(100.0001, 100.0002))
+    expected = ("100.0001", "100.0002")
+    assert task.metric_names(MetricSet(("brier",))) == tuple(f"brier/{time}" for time in expected)
+    outputs = task.outputs(torch.zeros(len(y), 2, dtype=torch.float64)).numpy()
+    assert {f"risk({time})" for time in expected} < {*task.predicted_columns(outputs, task.names, None)}
+    found = task.metrics_of_outputs(y.numpy(), outputs, MetricSet(("brier",)))
+    assert all(np.isfinite(found[f"brier/{time}"]) for time in expected)
 
 
 def test_a_single_site_may_have_no_event():

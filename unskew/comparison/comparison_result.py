@@ -16,8 +16,8 @@ from unskew.comparison.benefit_text import benefit_sentences, sampling_error_tex
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.summary_statistics import (
     averaged_keys,
-    is_metric,
     mean_std,
+    metric_keys,
     paired_differences,
     std_key,
     usable_values,
@@ -128,7 +128,7 @@ class Comparison(NotebookTable):
             row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
-            metrics = [key for key in summaries[0] if is_metric(key)]
+            metrics = metric_keys(summaries[0])
             for key in (*averaged_keys(summaries[0]), *metrics):
                 values = [s[key] for s in summaries if s.get(key) is not None]
                 row[key], row[std_key(key)] = mean_std(values) if values else (None, None)

@@ -19,6 +19,8 @@ from unskew.tasks.primary_metric import (
 from unskew.tasks.registry import TASKS
 
 LARGEST = 1e300
+ENDS = ("low", "high")
+"""Ends of an interval, in names of keys."""
 WORDS = ("method", "data", "partition", "partition_hash", "model", "client_weighting", "engine", "buffers")
 WHOLE = ("clients", "seed", "rounds", "parameters")
 NUMBERS = ("bytes_up", "bytes_down", "seconds")
@@ -34,6 +36,16 @@ COMPARED_METRICS = {
 def is_metric(name: str) -> bool:
     """Return whether a key of a summary is a metric of the task or a requested metric."""
     return name.startswith(METRIC_PREFIXES) or not COMPARED_METRICS.isdisjoint((name, name.removeprefix("best_")))
+
+
+def metric_keys(summary: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a summary for which ``is_metric`` holds, without the ends of intervals.
+
+    >>> metric_keys({"brier/9": 0.2, "brier/9_low": 0.1, "brier/9_high": 0.3, "recall/low": 0.5, "loss": 1.0})
+    ['brier/9', 'recall/low']
+    """
+    ends = {f"{name}_{end}" for name in summary if summary.keys() >= {f"{name}_low", f"{name}_high"} for end in ENDS}
+    return [name for name in summary if is_metric(name) and name not in ends]
 
 
 def std_key(name: str) -> str:
@@ -108,7 +120,7 @@ def interval_of(rows: Sequence[Summary], name: str) -> tuple[float, float] | Non
         rows: Rows with the ends ``NAME_low`` and ``NAME_high``.
         name: Name of the metric.
     """
-    low, high = (mean_or_none(usable_values(rows, f"{name}_{end}")) for end in ("low", "high"))
+    low, high = (mean_or_none(usable_values(rows, f"{name}_{end}")) for end in ENDS)
     return None if low is None or high is None else (low, high)
 
 
@@ -153,15 +165,15 @@ def check_summary(summary: dict[str, Any], path: Path) -> None:
     """
     metric_names = set(filter(is_metric, summary))
     scored = primary_metric_name(summary)
-    needed = (scored, f"best_{scored}")
-    optional = {*averaged_keys(summary), *metric_names} - set(needed)
+    needed = (scored, f"best_{scored}")  # null if it is undefined in all rounds
+    optional = {*averaged_keys(summary), *metric_names}
     checks: list[tuple[Iterable[str], Callable[[Any], bool]]] = [
         (WORDS, lambda value: isinstance(value, str)),
         (WHOLE, lambda value: isinstance(value, int) and not isinstance(value, bool) and value >= 0),
-        ((*needed, *NUMBERS), is_usable_number),
+        (NUMBERS, is_usable_number),
         (sorted(optional), lambda value: value is None or is_usable_number(value)),
     ]
     for names, fits in checks:
         for name in names:
-            if not fits(summary.get(name)):
+            if not fits(summary.get(name)) or (name in needed and name not in summary):
                 raise CheckpointError(f"{path} is not the summary of a run: {name} is missing or not valid.")

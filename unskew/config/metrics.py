@@ -46,7 +46,7 @@ def validate_metric(value: MetricLike) -> MetricLike:
     """
     from unskew.tasks.registry import TASKS  # imports NumPy, which the default configuration does not need
 
-    requestable = [name for task in TASKS.values() for name in task.requestable]
+    requestable = {name for task in TASKS.values() for name in task.requestable}
     if not is_custom_metric(value):
         if value not in requestable:
             raise ValueError(unknown_name("metric", str(value), requestable).rstrip("."))

@@ -24,6 +24,7 @@ from unskew.data.from_arrays import (
     check_integer,
     configured_task,
     fit_normalization,
+    recode_targets,
     unpack_pair,
     validate_class_names,
     validate_pair,
@@ -35,7 +36,7 @@ from unskew.data.readers.encoders import Encoder
 from unskew.data.shared_copies import shared_copy
 from unskew.data.target_scaling import fit_task
 from unskew.data.validation import validate_client_names
-from unskew.errors import DataError, short_repr, unknown_name
+from unskew.errors import ConfigError, DataError, short_repr, unknown_name
 from unskew.tasks.base import Task
 from unskew.tasks.registry import TASKS
 
@@ -273,8 +274,12 @@ class Federation:
         if all(isinstance(pair, tuple | list) and len(pair) in (2, 4) for pair in everyone):
             whose = [*(f"client {k}" for k in range(len(clients))), "the test set", "the server"]
             everyone, columns = frames_to_arrays(dict(zip(whose, everyone, strict=False)))
+            own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
+            if options:
+                if objective.pixels and class_names and objective.names not in ((), tuple(class_names)):
+                    raise ConfigError(f"options name the classes {', '.join(objective.names)}, but class_names others.")
+                everyone[:own] = recode_targets(everyone[:own], whose[:own], objective)
             if one_class:
-                own = len(clients) + 1 + int(server is not None and bool(server_in_domain))
                 everyone[:own], class_names = encode_text_labels(everyone[:own], class_names)
             test, server = everyone[len(clients)], (*everyone, None)[len(clients) + 1]
             clients = everyone[: len(clients)]
@@ -296,7 +301,9 @@ class Federation:
                         "classes than occur in these data, set classes=."
                     )
             else:
-                classes = (len(class_names) if objective.pixels else 0) or objective.num_outputs(in_domain)
+                classes = (len(class_names or objective.names) if objective.pixels else 0) or objective.num_outputs(
+                    in_domain
+                )
         else:
             check_integer(classes, "classes", least=2 if one_class else 1)
         check_client_targets(readers, ys, classes, task)
@@ -307,7 +314,7 @@ class Federation:
         y_all, begins = ys[0], offsets[:-1] + splits
         fingerprint = compute_fingerprint(y_all.numpy(), offsets)
         if objective.pixels:
-            objective = objective.named(class_names or tuple(map(str, range(classes))))
+            objective = objective.named(class_names or objective.names or tuple(map(str, range(classes))))
         trained_for: Task | None = None if objective == TASKS[task] else objective
         stats_traffic = None
         if objective.standardized or objective.fits:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from numbers import Integral, Real
 from typing import Any
 
@@ -15,6 +15,7 @@ from unskew.data.normalization import Normalization
 from unskew.data.spec import DataSpec
 from unskew.data.validation import (
     as_targets,
+    as_tensor,
     check_distinct,
     check_printable,
     mask_padding,
@@ -43,6 +44,24 @@ def configured_task(task: Task, options: Mapping[str, Any] | None) -> Task:
     if not task.section:
         return task
     return task.configured(getattr(validate_fields(DataSpec, {task.section: dict(options or {})}), task.section))
+
+
+def recode_targets(pairs: Sequence[Any], whose: Sequence[str], task: Task) -> list[Any]:
+    """Return pairs of inputs and targets with the values that a task expects.
+
+    Args:
+        pairs: ``(x, y)`` or ``(x, y, x_test, y_test)`` of each owner.
+        whose: Owners, for errors.
+        task: Task with options.
+    """
+
+    def recoded(values: Any, who: str) -> Tensor:
+        return task.recoded(as_tensor(values, f"The labels of {who} are not numeric"), who)
+
+    return [
+        tuple(recoded(part, who) if k % 2 else part for k, part in enumerate(pair))
+        for pair, who in zip(pairs, whose, strict=True)
+    ]
 
 
 def check_integer(value: object, name: str, least: int | None = None) -> None:

@@ -89,7 +89,7 @@ def summarize(
         task.scored: final[task.scored],
         f"best_{task.scored}": best,
         "best_round": best_round,
-        "best_last_5": max(scored[-5:]),
+        "best_last_5": max(scored[-5:], default=None),
         "loss": final["loss"],
         **{name: final[name] for name in (*task.extra_metrics, *task.metric_names(metrics.computed))},
         **{f"best_{name}": best_value_of(history, name)[0] for name in task.extra_metrics if name.endswith("f1")},

@@ -225,6 +225,15 @@ class Task:
         """
         raise NotImplementedError
 
+    def recoded(self, y: Tensor, who: str) -> Tensor:
+        """Return targets of an array with the values that ``read`` expects, if the configuration names other ones.
+
+        Args:
+            y: Targets as the user wrote them.
+            who: Owner of the targets, for errors.
+        """
+        return y
+
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return targets in the shape and type of the task.
 

@@ -186,6 +186,25 @@ class Segmentation(Task):
             )
         return replace(self, weights=weights)
 
+    def recoded(self, y: Tensor, who: str) -> Tensor:
+        """Return classes by the configured gray values, and ``OUTSIDE`` for ignored pixels."""
+        if y.is_floating_point() or (not self.values and self.ignore is None):
+            return y
+        y = y.to(torch.int64)
+        outside = {OUTSIDE, self.ignore} - {*self.values, None}
+        ignored = torch.isin(y, y.new_tensor([*outside]))
+        if not self.values:
+            return y.masked_fill(ignored, OUTSIDE)
+        levels, order = y.new_tensor(self.values).sort()
+        place = torch.searchsorted(levels, y).clamp_max(len(levels) - 1)
+        wrong = y[(levels[place] != y) & ~ignored]
+        if len(wrong):
+            raise DataError(
+                f"The masks of {who} contain {int(wrong[0])}, but the classes have {', '.join(map(str, self.values))}. Add "
+                "it to segmentation.values or segmentation.ignore, or correct the masks."
+            )
+        return order[place].masked_fill(ignored, OUTSIDE)
+
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return the classes ``[n, *sides]`` as uint8."""
         if y.dim() not in (3, 4) or y.is_floating_point() or y.dtype == torch.bool:

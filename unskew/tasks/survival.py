@@ -34,7 +34,7 @@ from unskew.functorch_api import constant
 from unskew.tasks.base import Ask, Task
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
-from unskew.tasks.survival_columns import FEWEST_TIMES, MOST_HORIZONS, value_text
+from unskew.tasks.survival_columns import FEWEST_TIMES, MOST_HORIZONS, is_absence, value_text
 from unskew.tasks.survival_evaluation import (
     SurvivalPredictions,
     censored_at,
@@ -42,7 +42,7 @@ from unskew.tasks.survival_evaluation import (
     count_comparable,
     metric_names,
 )
-from unskew.tasks.survival_metrics import number_text, survival_at
+from unskew.tasks.survival_metrics import number_text, survival_at, time_names
 from unskew.tasks.survival_sums import metrics_of_sums, survival_sums
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, most_bins, time_edges
 
@@ -235,6 +235,13 @@ class Survival(Task):
         """Return the task with the loss ``piecewise`` or ``discrete``."""
         return replace(self, kind=loss)
 
+    def recoded(self, y: Tensor, who: str) -> Tensor:
+        """Return times, and 1 for the configured event or 0."""
+        if self.event is None or y.dim() != 2 or y.shape[1] != 2:
+            return y
+        event = self.encode_column(1, "y[:, 1]", y[:, 1].tolist(), who)
+        return torch.stack([y[:, 0].to(torch.float64), torch.from_numpy(event)], 1)
+
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return times and events, ``[n, 2]``, as float64."""
         if y.dim() != 2 or y.shape[1] != 2:
@@ -316,6 +323,11 @@ class Survival(Task):
             raise DataError(
                 f"{where}: survival.event is {self.event!r}, but the event column {name!r} has the values {shown}."
             )
+        if self.event is not None and self.event not in known and known and not is_absence(known[0], self.event):
+            LOG.warning(
+                "%s: no row has an event, because the event column %r has only the value %r, but survival.event is %r",
+                *(where, name, known[0], self.event),
+            )
         return np.array([text == (self.event or "1") for text in texts], np.float64)
 
     def num_outputs(self, ys: Sequence[Tensor]) -> int:
@@ -341,6 +353,11 @@ class Survival(Task):
         if until is None:
             counts = ask("survival_times", {}, {})["counts"].numpy()
             until = float(time_edges()[np.flatnonzero(counts)[-1]]) if counts.any() else 1.0
+            if self.strict and counts[0] and counts[0] == counts.sum():
+                raise DataError(
+                    f"All survival times are at most {until:.2g}, below which times are not told apart. Use a smaller unit, "
+                    "such as days instead of years, or set survival.until."
+                )
         edges = grid_edges(until, given)
         sums = ask("survival", {"until": until, "cuts": [*given]}, {})
         table = SurvivalTable.from_sums(sums, edges)
@@ -393,7 +410,14 @@ class Survival(Task):
         if isinstance(self.bins, int) and most < wanted:
             raise ConfigError(
                 f"survival.bins={wanted} leaves a bin without an event: the {total} events of the training rows fit into "
-                f"{most} bins. Set survival.bins to at most {most}."
+                f"{most} bins. Set survival.bins to at most {most}, or if few times are near {last}, survival.until to an "
+                "earlier time."
+            )
+        if self.bins is None and most < wanted:
+            LOG.warning(
+                "survival.bins: %d instead of %d, because the events are in few of the %d equal cells of time up to %s; if "
+                "few times are near it, set survival.until to an earlier time",
+                *(most, wanted, CELLS, last),
             )
         if self.bins is not None and total < FEW * wanted:
             LOG.warning(
@@ -524,7 +548,7 @@ class Survival(Task):
     @property
     def names(self) -> tuple[str, ...]:
         """``survival(TIME)`` for each cut point."""
-        return tuple(f"survival({number_text(cut)})" for cut in self.cuts)
+        return tuple(f"survival({time})" for time in time_names(self.cuts))
 
     def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
         """Return the names of the outputs unchanged."""
@@ -555,7 +579,7 @@ class Survival(Task):
         times = tuple(horizons) or self.horizons
         risks = 1 - self.survival(outputs, times)
         columns: dict[str, Sequence[float | None]] = {
-            f"risk({number_text(time)})": risks[:, k].tolist() for k, time in enumerate(times)
+            f"risk({time})": risks[:, k].tolist() for k, time in enumerate(time_names(times))
         }
         columns["median"] = self.decisions(outputs, MetricSet())
         return columns | (super().predicted_columns(outputs, names, label) if curve else {})

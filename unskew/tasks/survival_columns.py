@@ -12,6 +12,11 @@ FEWEST_TIMES = 20
 MOST_HORIZONS = 100
 """Largest number of times at which a model reports risks."""
 
+NO_EVENT = (
+    r"0|n|no|none|false|alive|living|lived|censor(ed|ing)?|survived|(no|without) (event|death|relapse|recurrence)"
+)
+"""Values of an event column that mean no event."""
+
 
 def value_text(value: object) -> str:
     """Return a value of an event column as a text; true is 1, and false is 0.
@@ -26,6 +31,17 @@ def value_text(value: object) -> str:
         return f"{float(text):.15g}"
     except ValueError:
         return text
+
+
+def is_absence(value: str, event: str) -> bool:
+    """Return whether a value of an event column is known to mean no event, given the value that means the event.
+
+    >>> is_absence("1", "2"), is_absence("alive", "Dead"), is_absence("dead", "Dead"), is_absence("no", "No")
+    (True, True, False, False)
+    """
+    codes = {"0": "1", "2": "1"}  # a column of censoring, and the codes of R
+    named = [re.fullmatch(NO_EVENT, text, re.I) is not None for text in (value, event)]
+    return value == codes.get(event) or named == [True, False]
 
 
 def is_time_name(name: str) -> bool:

@@ -22,9 +22,9 @@ from unskew.tasks.survival_metrics import (
     kaplan_meier,
     last_time,
     log_rank_of_rows,
-    number_text,
     risk_calibration,
     survival_at,
+    time_names,
     uno_weights,
 )
 from unskew.tasks.survival_table import grid_edges
@@ -112,7 +112,7 @@ class SurvivalPredictions:
                 return lambda counts: np.full(len(counts), math.nan)
             return mean_statistic(integrated_errors(self.hazards, self.cuts, edges, time, event, self.censoring))
         prefix, _, text = name.partition("/")
-        horizon = next((one for one in self.horizons if number_text(one) == text), None)
+        horizon = dict(zip(time_names(self.horizons), self.horizons, strict=True)).get(text)
         if horizon is None or f"{prefix}/" not in (BRIER, RISK_GAP):
             return None
         at, risk = np.array([horizon]), self.risk_at(horizon)
@@ -152,9 +152,9 @@ class SurvivalPredictions:
     def calibration(self) -> dict[str, dict[str, list[float]]]:
         """Return mean predictions and Kaplan-Meier risks in cells of risk, by horizon, for ``curves.json``."""
         cells = {}
-        for horizon in self.horizons:
+        for name, horizon in zip(time_names(self.horizons), self.horizons, strict=True):
             x, y, rows = risk_calibration(self.risk_at(horizon), self.time, self.event, horizon).T
-            cells[number_text(horizon)] = {"x": x.round(4).tolist(), "y": y.round(4).tolist(), "rows": rows.tolist()}
+            cells[name] = {"x": x.round(4).tolist(), "y": y.round(4).tolist(), "rows": rows.tolist()}
         return cells
 
 
@@ -172,7 +172,7 @@ def metric_names(metrics: Sequence[str], horizons: Sequence[float]) -> tuple[str
     return tuple(
         name
         for metric in metrics
-        for name in ([f"{metric}/{number_text(t)}" for t in horizons] if f"{metric}/" in prefixes else [metric])
+        for name in ([f"{metric}/{time}" for time in time_names(horizons)] if f"{metric}/" in prefixes else [metric])
     )
 
 
@@ -226,7 +226,7 @@ def survival_row(events: int, survival: np.ndarray, horizons: Sequence[float]) -
         survival: Survival at the horizons, ``[H]``.
         horizons: Horizons, ``[H]``.
     """
-    return {"events": events, "survival": dict(zip(map(number_text, horizons), survival.tolist(), strict=True))}
+    return {"events": events, "survival": dict(zip(time_names(horizons), survival.tolist(), strict=True))}
 
 
 def log_rank_fields(test: LogRank, conservative: bool = False) -> dict[str, Any]:

@@ -8,6 +8,7 @@ resamples or in cells of a table, and the leading dimensions are those of the re
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -372,10 +373,27 @@ def _tail(statistic: float, df: int) -> float:
     return float(chi2.sf(statistic, df)) if df else 1.0
 
 
-def number_text(value: float) -> str:
+def number_text(value: float, digits: int = 6) -> str:
     """Return a time as a text.
+
+    Args:
+        value: Time.
+        digits: Number of digits, if it is not whole.
 
     >>> number_text(1826.0), number_text(263.9140625)
     ('1826', '263.914')
     """
-    return f"{value:.0f}" if value == round(value) else f"{value:.6g}"
+    return f"{value:.0f}" if value == round(value) else f"{value:.{digits}g}"
+
+
+def time_names(times: Sequence[float]) -> list[str]:
+    """Return times as texts with as many digits as distinguish them, at least six.
+
+    Args:
+        times: Times.
+
+    >>> time_names([263.9140625, 365.0]), time_names([100.0001, 100.0002])
+    (['263.914', '365'], ['100.0001', '100.0002'])
+    """
+    tried = ([number_text(time, digits) for time in times] for digits in range(6, 18))  # 17 digits determine a float
+    return next(names for names in tried if len({*names}) == len({*times}))

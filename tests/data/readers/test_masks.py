@@ -115,6 +115,41 @@ def test_encodings_of_masks():
         decode_mask(encoded(Image.fromarray(levels.astype(np.uint16) * 999)))
 
 
+def test_the_palette_decides_whether_colors_are_gray_values():
+    palette = [0] * 768
+    palette[3:6], palette[21:24] = [128, 0, 0], [128, 128, 128]  # as in Pascal VOC
+    for levels in ([[0, 7]], [[1, 7]]):
+        indexed = Image.fromarray(np.array(levels, np.uint8), "P")
+        indexed.putpalette(palette)
+        assert decode_mask(encoded(indexed)).tolist() == levels
+
+
+@pytest.mark.parametrize("value", [0.4, np.nan, np.inf])
+def test_masks_of_fractions_are_rejected(value):
+    assert decode_mask(encoded(Image.fromarray(np.array([[0, 255]], np.float32)), "TIFF")).tolist() == [[0, 255]]
+    with pytest.raises(ValueError, match=r"not whole numbers|more than 8 bits"):
+        decode_mask(encoded(Image.fromarray(np.array([[0, value]], np.float32)), "TIFF"))
+
+
+@pytest.mark.parametrize(
+    ("options", "level", "expected"),
+    [
+        ({"classes": "a,b", "values": [0, 255]}, 0, 0),
+        ({"classes": "a,b", "values": [0, 255]}, 255, 1),
+        ({"classes": "a,b"}, 255, 1),
+        ({"classes": "a,b,c"}, 0, 0),
+    ],
+)
+def test_masks_of_one_class_are_accepted_if_the_classes_are_configured(tmp_path, options, level, expected):
+    for k in range(6):
+        write(tmp_path / "f", f"n{k}", np.full((6, 8), level, np.uint8))
+    np.savez(tmp_path / "a.npz", x=np.zeros((6, 3, 6, 8), np.float32), y=np.full((6, 6, 8), level))
+    spec = DataSpec(data=f"npz:{tmp_path / 'a.npz'}", partition="iid", task="segmentation", segmentation=options)
+    for source in (source_of(tmp_path / "f", segmentation=options), load_source_for(spec)):
+        assert source.train.y.unique().tolist() == [expected]
+        assert source.classes == len(options["classes"].split(","))
+
+
 def test_gray_values_become_classes():
     gray = torch.tensor([[[0, 7], [200, 128]]], dtype=torch.uint8)
     task = Segmentation(class_names=("a", "b", "c"), values=(200, 0, 7), ignore=128)

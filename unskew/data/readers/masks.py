@@ -182,22 +182,27 @@ def decode_mask(data: bytes) -> np.ndarray:
     """Decode one mask to gray values, uint8 ``[H, W]``.
 
     Args:
-        data: Content of an image file. Palettes in color stand for their indices, as in Pascal VOC.
+        data: Content of an image file. Palettes in color stand for their indices, as in Pascal VOC. The palette decides,
+            not its colors that occur, so that all masks with the same palette are decoded alike.
 
     Raises:
-        ValueError: If the mask has several values per pixel, or more than 8 bits.
+        ValueError: If the mask has several values per pixel, more than 8 bits, or values that are not whole numbers.
     """
     with open_image(io.BytesIO(data)) as image:
         pixels = np.asarray(image)
         if image.mode == "P":
-            gray = np.asarray(image.convert("RGB"))
-            pixels = gray[..., 0] if _is_gray(gray) else pixels
+            colors = np.array(image.getpalette(), np.uint8).reshape(-1, 3)
+            pixels = np.asarray(image.convert("RGB"))[..., 0] if _is_gray(colors) and colors.any() else pixels
         elif image.mode == "1":
             pixels = pixels.astype(np.uint8) * OUTSIDE
         elif image.mode in ("RGB", "RGBA", "LA"):
             if image.mode != "LA" and not _is_gray(pixels):
                 raise ValueError("it is in color, but a mask has one gray value per class")
             pixels = pixels[..., 0]
+        if pixels.dtype.kind == "f" and not (pixels == np.floor(pixels)).all():
+            raise ValueError(
+                "it has values that are missing or not whole numbers, but a mask has one gray value per class"
+            )
         if pixels.ndim != 2 or pixels.dtype == bool or pixels.min() < 0 or pixels.max() > OUTSIDE:
             raise ValueError(f"it has more than 8 bits per pixel, pillow mode {image.mode}")
         return np.ascontiguousarray(turn_upright(pixels[..., None], orientation(image))[..., 0].astype(np.uint8))
@@ -244,15 +249,17 @@ def classes_of_masks(
         parts: Gray values of the masks of each part, uint8 ``[n, *sides]``, by the name of the part.
         task: Task with the configured classes and values; what is not configured comes from the masks.
         name_of: Returns the name of a mask, given the name of its part and its row.
-        several: Whether at least two classes must occur.
+        several: Whether at least two classes must occur if the configuration does not determine classes and values.
 
     Returns:
         Classes of the pixels of each part, ``OUTSIDE`` for ignored pixels, and the task with its classes and values.
 
     Raises:
-        DataError: If a mask has a value that is not listed, or all pixels have the same class.
+        DataError: If a mask has a value that is not listed, or all pixels have the same class, which is not configured.
     """
     levels = {level for y in parts.values() for level in torch.unique(y).tolist()}
+    # Masks of value 0 alone do not tell whether two classes are 0 and 1, or 0 and 255.
+    known = bool(task.values) or len(task.class_names) > (2 if levels - {task.ignore} == {0} else 1)
     task = task.described(levels)
     table = torch.full((OUTSIDE + 1,), -1, dtype=torch.int16)
     table[list(task.values)] = torch.arange(len(task.values), dtype=torch.int16)
@@ -274,9 +281,10 @@ def classes_of_masks(
         if empty:
             raise DataError(f"The mask {name_of(part, empty[0])} has only ignored pixels. Remove it and its image.")
         found.append(classes)
-    if several and len({c for y in found for c in torch.unique(y).tolist()} - {OUTSIDE}) < 2:
+    if several and not known and len({c for y in found for c in torch.unique(y).tolist()} - {OUTSIDE}) < 2:
         raise DataError(
-            f"All pixels of the masks of {next(iter(parts))} have the same class; there is nothing to learn."
+            f"All pixels of the masks of {next(iter(parts))} have the same class; there is nothing to learn. If other "
+            "sites have more classes, set segmentation.classes and segmentation.values."
         )
     return found, task
 
