@@ -67,12 +67,11 @@ def test_hazard_ratios_are_those_of_a_poisson_regression_of_all_rows(path, tmp_p
     assert "Hazard ratios of event" in page
 
 
-@pytest.mark.parametrize("masks", ["off", "required"])
-def test_sites_have_the_coefficients_of_a_simulation(path, tmp_path, masks):
-    survival_table(path, n=900)  # plain sums need some rows in the last bin of each site
+def test_sites_have_the_coefficients_of_a_simulation(path, tmp_path):
+    survival_table(path)
     values = {**TINY, **options(path, max_train_samples=None)}
     unskew.run(**values, out=tmp_path / "simulated")
-    deployed(tmp_path, **{**values, "secure_aggregation": masks})
+    deployed(tmp_path, **{**values, "secure_aggregation": "required"})
     mine, theirs = (json.loads((tmp_path / name / "coefficients.json").read_text()) for name in ("run", "simulated"))
     for row, expected in zip(mine["coefficients"], theirs["coefficients"], strict=True):
         assert row == pytest.approx(expected, rel=1e-9)

@@ -130,28 +130,6 @@ def effective_rows(rows: ClientRows, request: SumRequest) -> float:
     return fewest_rows(np.exp(-np.logaddexp(0, -logits) - np.logaddexp(0, logits))[:, None])
 
 
-def effective_rows_of_bins(rows: ClientRows, request: SumRequest) -> float:
-    """Return the smallest effective number of rows in a bin, or in a bin among the rows with one value of a column.
-
-    Each bin has its own row in the information, which divided by its diagonal entry is the mean of the inputs. Columns of two
-    values divide the rows into groups: each category and all others, also the reference category.
-
-    Args:
-        rows: Training rows of the client.
-        request: Request of the kind ``fisher`` with cut points.
-    """
-    x, time, _, *bins = hazard_rows(rows, request)
-    weights = hazard_means(x, time, *bins)[1]
-    codes = [*map(int, request.args["codes"])]
-    assert rows.x is not None
-    fewest = fewest_rows(weights)
-    for column in input_values(rows.x.cpu(), codes, np.zeros(len(codes))).T:
-        values = np.unique(column)
-        if len(values) == 2:
-            fewest = min(fewest, *(fewest_rows(weights[column == value]) for value in values))
-    return fewest
-
-
 def fewest_rows(weights: np.ndarray) -> float:
     """Return the smallest effective number of rows in a column of weights; columns of zeros reveal nothing.
 

@@ -1,7 +1,5 @@
 """What a site refuses to sum for a lying server: few rows in a bin, second requests of a kind, and several last times."""
 
-from dataclasses import replace
-
 import numpy as np
 import pytest
 import torch
@@ -16,9 +14,9 @@ from unskew.deployment.site.ledger import SumsLedger
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.sums import encode_requests
 from unskew.deployment.wire.tensor_codec import decode_record
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, UnskewError
 from unskew.sums.base import ClientRows, SumRequest
-from unskew.sums.fisher import effective_rows, effective_rows_of_bins
+from unskew.sums.fisher import effective_rows
 from unskew.sums.registry import SUMS
 from unskew.tasks.survival_table import time_edges
 
@@ -51,16 +49,25 @@ def coefficient_sums(place):
     return asked, got, refused
 
 
-def test_a_plain_site_refuses_coefficients_that_show_a_single_patient(tmp_path):
+def test_hazard_ratios_over_sites_need_masks(tmp_path):
+    with pytest.raises(ConfigError, match="Hazard ratios over sites require secure_aggregation: required"):
+        deployed(tmp_path, **with_a_lonely_patient(tmp_path))
+
+
+def test_a_site_refuses_sums_of_hazards_without_masks(tmp_path, monkeypatch):
+    monkeypatch.setattr("unskew.deployment.server.handshake.check_hazard_ratios", lambda *_: None)
     values = with_a_lonely_patient(tmp_path)
-    _, place = deployed(tmp_path, **values)
+    place = LoopPlace(tmp_path, {**TINY, **values})
+    with pytest.raises(UnskewError):
+        deployed(tmp_path, place, **values)
     _, got, refused = coefficient_sums(place)
     assert not got
-    assert "secure_aggregation: required or fewer bins (survival.bins)" in refused[0]
+    assert "Hazard ratios over sites require secure_aggregation: required" in refused[0]
 
 
 def test_without_the_check_the_server_reads_this_patient(tmp_path, monkeypatch):
-    monkeypatch.setattr("unskew.deployment.site.sums.effective_rows_of_bins", lambda *_: np.inf)
+    for side in ("server.handshake", "site.sums"):
+        monkeypatch.setattr(f"unskew.deployment.{side}.check_hazard_ratios", lambda *_: None)
     values = with_a_lonely_patient(tmp_path)
     _, place = deployed(tmp_path, **values)
     asked, got, _ = coefficient_sums(place)
@@ -81,30 +88,19 @@ def test_masked_coefficients_do_not_need_rows_in_each_bin_of_each_site(tmp_path)
     assert (tmp_path / "run" / "coefficients.json").exists()
 
 
-@pytest.mark.parametrize("codes", [(0,), (3,)])
-def test_rows_are_counted_for_each_bin_and_value(codes):
-    """Of 40 rows, 10 are at risk in the second bin; 2 of these have the reference category, or the rarer number."""
+def test_the_effective_number_of_rows_is_that_of_all_bins_and_finite():
+    """Of 40 rows, 10 are at risk in the second bin."""
     time = torch.cat([torch.full((30,), 1.0), torch.full((10,), 2.0)]).double()
-    x = torch.ones(40, 1)
-    x[-2:] = 2
-    rows = ClientRows(x=x, y=torch.stack([time, torch.ones(40).double()], 1))
-    kept = [True] if codes == (0,) else [True, True, False]
-    beta = torch.zeros(2 + sum(kept), dtype=torch.float64)
+    rows = ClientRows(x=torch.ones(40, 1), y=torch.stack([time, torch.ones(40).double()], 1))
     tensors = {
         "cuts": torch.tensor([1.0, 2.0]).double(),
-        "offsets": torch.zeros(2).double(),
         "center": torch.zeros(1).double(),
-        "beta": beta,
+        "beta": torch.zeros(3, dtype=torch.float64),
     }
-    request = SumRequest("fisher", {"codes": codes, "kept": kept, "event": 1}, tensors)
-    assert effective_rows(rows, request) == pytest.approx((30 + 20) ** 2 / (30 + 40))
-    assert effective_rows_of_bins(rows, request) == pytest.approx(2)
-    same = replace(rows, x=torch.ones(40, 1))
-    assert effective_rows_of_bins(same, request) == pytest.approx(10)
-    # Squares of these weights are infinite.
-    large = replace(request, tensors={**tensors, "offsets": torch.full((2,), 400.0).double()})
-    assert effective_rows(rows, large) == pytest.approx((30 + 20) ** 2 / (30 + 40))
-    assert effective_rows_of_bins(rows, large) == pytest.approx(2)
+    for offset in (0.0, 400.0):  # squares of the weights of the second are infinite
+        offsets = torch.full((2,), offset).double()
+        request = SumRequest("fisher", {"codes": (0,), "kept": [True], "event": 1}, {**tensors, "offsets": offsets})
+        assert effective_rows(rows, request) == pytest.approx((30 + 20) ** 2 / (30 + 40))
 
 
 def asked(process, agreed, schema, requests, **more):

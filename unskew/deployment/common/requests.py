@@ -1,8 +1,11 @@
-"""Messages that a site answers, and what its replies contain: the one list for the site's process and the documentation."""
+"""Messages that a site answers, what its replies contain, and which need masks: for site, server and documentation."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+from unskew.config.experiment import Experiment
+from unskew.errors import ConfigError
 
 
 class RequestKind(NamedTuple):
@@ -66,3 +69,20 @@ REQUESTS: dict[str, RequestKind] = {
     ),
 }
 """Every kind of message that a site answers; it rejects all others."""
+
+
+def check_hazard_ratios(config: Experiment, hazards: bool) -> None:
+    """Validate that sums for hazard ratios are masked: a site's own sums for each bin of time could reveal single patients.
+
+    Args:
+        config: The experiment.
+        hazards: Whether coefficients of hazards are requested.
+
+    Raises:
+        ConfigError: If they are not masked.
+    """
+    if hazards and config.secure_aggregation != "required":
+        raise ConfigError(
+            "Hazard ratios over sites require secure_aggregation: required, because a site's own sums for each bin of time "
+            "could reveal single patients. Set it in the experiment, or remove coefficients."
+        )

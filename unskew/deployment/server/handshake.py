@@ -15,6 +15,7 @@ from unskew.data.partitioned import PartitionedSource
 from unskew.data.task_options import apply_task_options
 from unskew.deployment.common.agreement import experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.common.requests import check_hazard_ratios
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.server.data_exchange import federation_of_sites, remote_client, request_all
 from unskew.deployment.server.masked_engine import check_maskable
@@ -58,6 +59,7 @@ def check_method_over_sites(
         raise ConfigError(
             f"{both_ways}:down=true is available in simulations only; over sites, only uploads are compressed."
         )
+    check_hazard_ratios(config, config.coefficients and "counts" not in reference.objective.provides)
     if run.plan.asks_loss:
         raise ConfigError(f"sampling={run.plan.sampling} is available in simulations only. Use sampling=fixed.")
     asking = next((rule.name for rule in method.client if "asked" in survey_times(rule)), None)

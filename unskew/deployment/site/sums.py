@@ -17,6 +17,7 @@ from unskew.data.load import task_of_spec
 from unskew.data.readers.encoders import category_counts
 from unskew.data.spec import DataSpec
 from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.common.requests import check_hazard_ratios
 from unskew.deployment.secagg import exact_sums
 from unskew.deployment.secagg.protocol import min_sites
 from unskew.deployment.site.ledger import SumsLedger
@@ -30,7 +31,7 @@ from unskew.runs.coefficients import Design
 from unskew.runs.metrics import run_metrics
 from unskew.sums.base import ClientRows, SumRequest, Sums
 from unskew.sums.exchange import num_bytes, own_sums
-from unskew.sums.fisher import effective_rows, effective_rows_of_bins
+from unskew.sums.fisher import effective_rows
 from unskew.sums.registry import SUMS
 
 FEWEST = 5.0
@@ -126,8 +127,8 @@ def check_coefficients_request(
         rows: Training rows of this site.
 
     Raises:
-        ConfigError: If columns or event are not those of the experiment, or few rows determine the sums, or without masks
-            those of a bin.
+        ConfigError: If columns or event are not those of the experiment, few rows determine the sums, or those of hazards
+            are not masked.
     """
     event = run_metrics(config, federation).computed.positive
     expected = Design(federation).request(event, np.zeros(1))
@@ -140,14 +141,7 @@ def check_coefficients_request(
         raise ConfigError(
             f"Fewer than {FEWEST:g} rows of this site would determine the sums for coefficients, which could reveal them."
         )
-    # Sums over sites do not show the bins of a single one.
-    plain = config.secure_aggregation != "required"
-    if plain and "cuts" in request.tensors and effective_rows_of_bins(rows, request) < FEWEST:
-        raise ConfigError(
-            f"Fewer than {FEWEST:g} rows of this site would determine the sums for coefficients in a bin of time, or for a "
-            "value of a column there, which could reveal them. In the experiment, set secure_aggregation: required or fewer "
-            "bins (survival.bins), merge rare categories, or remove coefficients."
-        )
+    check_hazard_ratios(config, "cuts" in request.tensors)
 
 
 def check_precision(reference: DataSchema, rows: ClientRows, site: str) -> None:
