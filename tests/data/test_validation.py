@@ -20,7 +20,7 @@ from unskew.errors import ConfigError, DataError, UnskewError
 
 X, Y = np.random.default_rng(0).normal(size=(12, 4)).astype("float32"), np.arange(12) % 3
 IMAGES = np.zeros((12, 5, 5, 3), np.uint8)
-DEEP = np.zeros((12, 1, 2, 3, 4), "float32")
+DEEP = np.zeros((12, 1, 2, 3, 4, 5), "float32")
 with warnings.catch_warnings(action="ignore"):  # PyTorch says that such tensors are deprecated
     QUANTIZED = torch.quantize_per_tensor(torch.from_numpy(X), 0.1, 0, torch.qint8)
 
@@ -54,7 +54,7 @@ with warnings.catch_warnings(action="ignore"):  # PyTorch says that such tensors
         ({"clients": [(X.astype(complex), Y)]}, "inputs of client 0 are not a numeric array: they are complex"),
         ({"clients": [(X, Y.astype(complex))]}, "labels of client 0 are not numeric: they are complex"),
         ({"clients": [(X[:, :0], Y)]}, r"have shape \(12, 0\); expected"),
-        ({"clients": [(DEEP, Y)], "test": (DEEP, Y)}, r"have shape \(12, 1, 2, 3, 4\); expected"),
+        ({"clients": [(DEEP, Y)], "test": (DEEP, Y)}, r"have shape \(12, 1, 2, 3, 4, 5\); expected"),
         ({"clients": [([[1], [1, 2]], [0, 1])]}, "not a numeric array"),
         ({"class_names": [1, 2, 3]}, "A class name must be a string, not 1"),
         ({"class_names": ["a", "b\x1b]0;c\x07", "d"]}, "class name .* cannot be printed"),

@@ -34,7 +34,11 @@ def value_text(value: object) -> str:
 
 
 def is_absence(value: str, event: str) -> bool:
-    """Return whether a value of an event column is known to mean no event, given the value that means the event.
+    """Return whether a value of an event column is known to mean no event.
+
+    Args:
+        value: The value.
+        event: Value that means the event.
 
     >>> is_absence("1", "2"), is_absence("alive", "Dead"), is_absence("dead", "Dead"), is_absence("no", "No")
     (True, True, False, False)

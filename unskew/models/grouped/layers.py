@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from unskew.models.grouped.values import GroupedPass, GroupedValue, UnsupportedLayerError
 from unskew.models.keyed_dropout import KeyedDropout
+from unskew.models.zoo.proportional import SharedEffect
 from unskew.seeding import uniform
 
 
@@ -99,6 +100,15 @@ def _linear(run: GroupedPass, layer: nn.Linear, name: str, x: GroupedValue) -> G
     else:
         out = _product(flat, weight, bias)
     return GroupedValue(out.view(*rows.shape[:-1], -1), False)
+
+
+def _shared_effect(run: GroupedPass, layer: SharedEffect, name: str, x: GroupedValue) -> GroupedValue:
+    weight, bias = run.of(layer.weight), run.of(layer.bias)
+    assert weight is not None
+    assert bias is not None
+    return GroupedValue(
+        _product(run.rows(x).reshape(run.k, -1, weight.shape[-1]), weight, None) + bias.unsqueeze(1), False
+    )
 
 
 def _batch_norm(run: GroupedPass, layer: Any, name: str, x: GroupedValue) -> GroupedValue:
@@ -241,6 +251,7 @@ def _without_indices(layer: Any) -> None:
 MODULES: dict[type, LayerKind] = {
     **dict.fromkeys((nn.Conv1d, nn.Conv2d, nn.Conv3d), LayerKind(_convolution, _frozen_size)),
     nn.Linear: LayerKind(_linear),
+    SharedEffect: LayerKind(_shared_effect),
     **dict.fromkeys((nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d), LayerKind(_batch_norm, _average)),
     nn.GroupNorm: LayerKind(_group_norm),
     nn.LayerNorm: LayerKind(_layer_norm),

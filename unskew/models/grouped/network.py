@@ -17,6 +17,7 @@ from unskew.models.grouped.layers import FUNCTIONS, METHODS, MODULES, VIEWS, is_
 from unskew.models.grouped.values import GroupedPass, GroupedValue, UnsupportedLayerError
 from unskew.models.keyed_dropout import KeyedDropout
 from unskew.models.spec import ModelSpec
+from unskew.models.zoo.proportional import SharedEffect
 
 
 class _Tracer(fx.Tracer):
@@ -28,7 +29,7 @@ class _Tracer(fx.Tracer):
         self.features: Any = None
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
-        return isinstance(m, KeyedDropout) or super().is_leaf_module(m, module_qualified_name)
+        return isinstance(m, KeyedDropout | SharedEffect) or super().is_leaf_module(m, module_qualified_name)
 
     def call_module(
         self, m: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
