@@ -72,6 +72,16 @@ def test_common_endings_are_reported(tmp_path, capsys):
     assert "names of masks end in _manual1" in reported
 
 
+def test_endings_may_differ_between_parts(tmp_path, capsys):
+    """As in DRIVE, whose images are called 21_training and 01_test."""
+    fill(tmp_path / "train", 4, ending="_manual1", image_ending="_training")
+    fill(tmp_path / "test", 2, ending="_manual1", image_ending="_test")
+    source = source_of(tmp_path)
+    assert (len(source.train), len(source.test)) == (4, 2)
+    assert source.train.columns["name"].tolist() == ["n0", "n1", "n2", "n3"]
+    assert capsys.readouterr().err.count("which is left out to pair them") == 3
+
+
 def test_images_and_masks_are_resized(tmp_path):
     fill(tmp_path, 5)
     write(tmp_path, "large", mask_of(9, sides=(12, 16)))

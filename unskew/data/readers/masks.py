@@ -72,8 +72,8 @@ def has_masks(path: Path) -> bool:
 def mask_tables(path: Path) -> tuple[Any, Any | None]:
     """Return tables with the columns ``image``, ``mask``, ``name`` and, if there are sites, ``site``.
 
-    Masks are paired with images by the name without its suffix. If names end in the same text, such as ``_manual1`` or
-    ``_training``, pairs are formed without it.
+    Masks are paired with images by the name without its suffix. If the names of a folder end in the same text, such as
+    ``_manual1`` or ``_training``, pairs are formed without it.
 
     Args:
         path: Folder with images and masks, see ``image_mask_folders``.
@@ -83,18 +83,14 @@ def mask_tables(path: Path) -> tuple[Any, Any | None]:
     """
     pairs = image_mask_folders(path)
     stems = [[file.stem for files in pairs.values() for file in files[side]] for side in (0, 1)]
-    ends = ["", ""]
-    if {*stems[0]} != {*stems[1]}:
-        possible = [dict.fromkeys(("", common_ending(names))) for names in stems]
-        ends = max(
-            ([first, second] for first in possible[0] for second in possible[1]),
-            key=lambda pair: len(
-                {s.removesuffix(pair[0]) for s in stems[0]} & {s.removesuffix(pair[1]) for s in stems[1]}
-            ),
-        )
+    everywhere = [common_ending(names) for names in stems]
     rows: dict[str, list[tuple[Path, Path, str, str]]] = defaultdict(list)
     alone: list[str] = []
+    left_out: dict[tuple[str, str], None] = {}
     for (site, part), sides in pairs.items():
+        images, masks = ([file.stem for file in files] for files in sides)
+        ends = best_endings(images, masks, everywhere)
+        left_out |= {(what, end): None for what, end in zip((IMAGES, MASKS), ends, strict=True) if end}
         first, second = (
             {file.stem.removesuffix(end): file for file in files} for files, end in zip(sides, ends, strict=True)
         )
@@ -111,9 +107,8 @@ def mask_tables(path: Path) -> tuple[Any, Any | None]:
         raise DataError(
             f"{path}: {len(alone)} images without a mask or masks without an image: {abbreviate(alone, FEW)}."
         )
-    for end, what in zip(ends, (IMAGES, MASKS), strict=True):
-        if end:
-            LOG.warning("%s: the names of %s end in %s, which is left out to pair them", path, what, end)
+    for what, end in left_out:
+        LOG.warning("%s: the names of %s end in %s, which is left out to pair them", path, what, end)
 
     def table(own: list[tuple[Path, Path, str, str]]) -> Any:
         columns = {"image": path_column(row[0] for row in own), "mask": path_column(row[1] for row in own)}
@@ -123,6 +118,23 @@ def mask_tables(path: Path) -> tuple[Any, Any | None]:
     if not rows["train"]:
         return table(rows["test"]), None
     return table(rows["train"]), table(rows["test"]) if rows["test"] else None
+
+
+def best_endings(images: Sequence[str], masks: Sequence[str], everywhere: Sequence[str]) -> list[str]:
+    """Return the ends of names of images and of masks without which most of a folder's names are equal.
+
+    Args:
+        images: Names of the images of a folder.
+        masks: Names of the masks.
+        everywhere: Common ends of the images and of the masks of all folders, for folders with a single file.
+    """
+    possible = [
+        dict.fromkeys(("", end, common_ending(names))) for names, end in zip((images, masks), everywhere, strict=True)
+    ]
+    return max(
+        ([first, second] for first in possible[0] for second in possible[1]),
+        key=lambda ends: len({s.removesuffix(ends[0]) for s in images} & {s.removesuffix(ends[1]) for s in masks}),
+    )
 
 
 def common_ending(names: Sequence[str]) -> str:
