@@ -158,7 +158,7 @@ def test_refusals_do_not_depend_on_the_largest_time_of_a_site(tmp_path):
         cells = [line.split(",") for line in lines]
         path.write_text("\n".join([head, *(f"{c},{a},{min(float(t), largest):g},{e}" for c, a, t, e in cells)]))
         place, agreed = LoopPlace(folder, values), experiment(values)
-        _, honest = deployed(folder / "honest", **values)
+        _, honest = deployed(folder / "h", **values)
         end, answers = bracket(place, agreed, first_schema(honest))
         kinds = [answer.kind for answer in answers]
         found.append((end, kinds, [answer.config.get("reason") for answer in answers]))
