@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from unskew.benchmark.results import FederationResults, View, read_results
-from unskew.benchmark.runner import SuiteRuns
-from unskew.benchmark.suite import BenchmarkFederation, included
+from unskew.benchmark.runner import COMMON_OPTIONS, SuiteRuns
+from unskew.benchmark.suite import BenchmarkFederation, Suite, included
 from unskew.benchmark.tables import FEWEST, TITLES, federation_table, overview_table, ranks_note, tuning_table
 from unskew.filesystem import make_folder, write_atomic
 from unskew.plots.heat_map import plot_heat_map
@@ -62,12 +62,16 @@ def federation_page(runs: SuiteRuns, results: FederationResults) -> str:
     title, header, rows = federation_table(results)
     lines = [
         f"# {federation.title}",
-        f"Source: {federation.source}. {len(suite.seeds)} seeds, {suite.trials} trials per method.",
+        f"Source: {federation.source}. {budget(suite)}",
         f"```bash\n{command(runs, federation)}\n```",
         f"{title}. Rounds and MB are those until the mean final score of tuned {results.baseline} is reached in every "
         f"seed. {LEGEND}",
         markdown(header, rows),
     ]
+    fewer = [unit.method for unit in runs.with_fewer_trials() if unit.federation == federation.name]
+    if fewer:
+        names = ", ".join(f"`{name}`" for name in fewer)
+        lines.append(f"With {suite.trials} trials, because their larger budgets have not been run yet: {names}.")
     if results.not_applicable:
         reasons = (f"- `{name}`: {reason}" for name, reason in results.not_applicable.items())
         lines.append("Not applicable:\n\n" + "\n".join(reasons))
@@ -75,6 +79,14 @@ def federation_page(runs: SuiteRuns, results: FederationResults) -> str:
         reasons = (f"- `{name}`: {reason}" for name, reason in federation.without.items())
         lines.append("Not run:\n\n" + "\n".join(reasons))
     return "\n\n".join(lines) + "\n"
+
+
+def budget(suite: Suite) -> str:
+    """Return a sentence with the seeds and the trials of a suite."""
+    text = f"{len(suite.seeds)} seeds, {suite.trials} trials per method"
+    if suite.trials_per_option:
+        text += f" and {suite.trials_per_option} more for each tuned option beyond {COMMON_OPTIONS}"
+    return text + "."
 
 
 def command(runs: SuiteRuns, federation: BenchmarkFederation | None = None) -> str:
@@ -101,11 +113,12 @@ def overview_page(runs: SuiteRuns, results: Sequence[FederationResults]) -> str:
         results: Outcomes of the federations.
     """
     suite = runs.suite
-    planned, stored = runs.units(), runs.stored()
+    planned, stored, fewer = runs.units(), runs.stored(), runs.with_fewer_trials()
     lines = [
         f"# {suite.title}",
         f"{len(stored)} of {len(planned)} units (a method on a federation) are finished; methods that are not "
-        f"applicable count as finished. {len(suite.seeds)} seeds, {suite.trials} trials per method.",
+        f"applicable count as finished. {budget(suite)}"
+        + (f" {len(fewer)} further units are shown with {suite.trials} trials." if fewer else ""),
         f"```bash\n{command(runs)}\n```",
         LEGEND,
     ]

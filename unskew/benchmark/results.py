@@ -163,11 +163,11 @@ def read_results(runs: SuiteRuns) -> list[FederationResults]:
     Args:
         runs: Units of the suite.
     """
-    suite, stored = runs.suite, runs.stored()
+    suite, stored = runs.suite, {**runs.with_fewer_trials(), **runs.stored()}
     results = []
     for federation in runs.federations.values():
         names = [*suite.methods, *suite.references]
-        units = {name: Unit(federation.name, name, suite.trials) for name in names}
+        units = {name: runs.tuned_unit(federation.name, name) for name in names}
         tuned = {name: stored[unit] for name, unit in units.items() if unit in stored}
         first = {name: Unit(federation.name, name, 1) for name in suite.untuned}
         untuned = {name: stored[unit] for name, unit in first.items() if unit in stored}

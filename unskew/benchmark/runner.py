@@ -10,12 +10,13 @@ import math
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unskew.benchmark.suite import BenchmarkFederation, Suite, missing_file, run_settings
 from unskew.comparison.references import is_local, is_reference, reference_config, without_global_model
+from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError, EngineError
@@ -27,11 +28,13 @@ from unskew.runs.parallel import execute_jobs, num_parallel_jobs
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
-from unskew.tuning.spaces import SHARED, split_expression
+from unskew.tuning.spaces import SHARED, fixed_fields, spaces_for, split_expression, user_spaces
 from unskew.tuning.tune import tune
 
 VERSION = 1
 """Version of the outcomes; increased when a change makes older ones incomparable."""
+COMMON_OPTIONS = 3
+"""Number of options that are tuned for every method."""
 POINTS = 25
 """Maximum number of rounds that a stored curve has."""
 
@@ -68,6 +71,7 @@ class SuiteRuns:
         self.federations = {federation.name: federation for federation in federations}
         self.results = results
         self.data = None if data is None else data.absolute()
+        self._options: dict[str, int] = {}
 
     def units(self, federations: Sequence[str] = (), methods: Sequence[str] = ()) -> list[Unit]:
         """Return the units of the suite, method by method, and without those that a federation excludes.
@@ -90,10 +94,26 @@ class SuiteRuns:
             for federation in self.federations.values():
                 chosen_here = (not methods or name in methods) and (not federations or federation.name in federations)
                 if chosen_here and name not in federation.without:
-                    chosen.append(Unit(federation.name, name, suite.trials))
+                    chosen.append(self.tuned_unit(federation.name, name))
                     if name in suite.untuned:
                         chosen.append(Unit(federation.name, name, 1))
         return chosen
+
+    def tuned_unit(self, federation: str, name: str) -> Unit:
+        """Return the unit that tunes a method with its budget of trials.
+
+        Args:
+            federation: Name of the federation.
+            name: Method expression, or a reference, which has the tuned options of the baseline.
+        """
+        method_name = self.suite.baseline if is_reference(name) else name
+        if method_name not in self._options:
+            spaces = spaces_for(
+                method_name, Experiment(), user_spaces(_own_space(self.suite, method_name), [method_name], {})
+            )
+            self._options[method_name] = len(spaces.keys() - fixed_fields(spaces).keys())
+        more = max(0, self._options[method_name] - COMMON_OPTIONS)
+        return Unit(federation, name, self.suite.trials + self.suite.trials_per_option * more)
 
     def missing(self) -> dict[str, str]:
         """Return the missing file of each federation whose data are not available."""
@@ -116,8 +136,18 @@ class SuiteRuns:
 
     def stored(self) -> dict[Unit, Outcome]:
         """Return the stored outcomes of all units."""
+        return self._outcomes({unit: unit for unit in self.units()})
+
+    def with_fewer_trials(self) -> dict[Unit, Outcome]:
+        """Return the outcomes that tuned with ``trials`` only, of units that have a larger budget and no outcome yet."""
+        stored = self.stored()
+        smaller = {unit: replace(unit, trials=self.suite.trials) for unit in self.units()}
+        wanted = {unit: own for unit, own in smaller.items() if unit.trials > own.trials and unit not in stored}
+        return self._outcomes(wanted)
+
+    def _outcomes(self, units: Mapping[Unit, Unit]) -> dict[Unit, Outcome]:
         stored = stored_outcomes(self.results)
-        keys = {unit: identity_hash(self.identity(unit)) for unit in self.units()}
+        keys = {unit: identity_hash(self.identity(own)) for unit, own in units.items()}
         return {unit: stored[key].outcome for unit, key in keys.items() if key in stored}
 
     def estimate(self, units: Sequence[Unit], at_once: int) -> tuple[float, list[str]]:
@@ -160,7 +190,7 @@ class SuiteRuns:
 
     def _before(self, unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
-        baseline = Unit(unit.federation, self.suite.baseline, self.suite.trials)
+        baseline = self.tuned_unit(unit.federation, self.suite.baseline)
         return (baseline,) if is_reference(unit.method) and baseline in units else ()
 
 
@@ -190,10 +220,15 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
     return None
 
 
+def _own_space(suite: Suite, spelling: str) -> dict[str, Any]:
+    """Return the search spaces of the suite that concern a method."""
+    owners = {name for name, _ in split_expression(spelling)}
+    return {key: value for key, value in suite.space.items() if "." not in key or key.partition(".")[0] in owners}
+
+
 def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of tuning a method and running it with fresh seeds."""
-    owners = {name for name, _ in split_expression(unit.method)}
-    space = {key: value for key, value in suite.space.items() if "." not in key or key.partition(".")[0] in owners}
+    space = _own_space(suite, unit.method)
     shares_images = any(rule.generates_data for rule in method(unit.method).data)
     with tempfile.TemporaryDirectory() as folder:
         result = tune(
@@ -220,7 +255,7 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
 def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of a reference, which uses the tuned training options of the baseline."""
     suite = runs.suite
-    baseline = read_outcome(runs.results, runs.identity(Unit(unit.federation, suite.baseline, suite.trials)))
+    baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))
     if baseline is None or "options" not in baseline:
         raise EngineError(f"{unit.method} uses the options of {suite.baseline}, which has no outcome. Run it first.")
     options = {name: value for name, value in baseline["options"].items() if name in SHARED}

@@ -57,6 +57,8 @@ class Suite(BaseModel):
         name: Name of its file without the ending.
         title: Description in a few words.
         trials: Number of tuning trials of each method.
+        trials_per_option: Number of additional trials for each tuned option beyond three, which are the learning rate,
+            the local work and the batch size of every method.
         seeds: Seeds of the tuned methods; the tuning uses ``tuning_seed``, which is none of them.
         tuning_seed: Seed of the tuning.
         settings: Fields of all runs, which a federation may override.
@@ -71,6 +73,7 @@ class Suite(BaseModel):
     name: str
     title: str
     trials: Annotated[int, Field(ge=1, le=10_000)] = 16
+    trials_per_option: Annotated[int, Field(ge=0, le=1000)] = 0
     seeds: Annotated[list[Seed], Field(min_length=2, max_length=1000)] = [1, 2, 3, 4, 5]
     tuning_seed: Seed = 0
     settings: Settings = Field(default_factory=dict)
