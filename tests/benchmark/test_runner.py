@@ -14,6 +14,7 @@ from unskew.benchmark.results import read_results
 from unskew.benchmark.runner import SuiteRuns, Unit
 from unskew.benchmark.suite import included, load_suite
 from unskew.errors import ConfigError
+from unskew.reproduction.outcomes import append_outcome
 
 SETTINGS = {
     "data": "digits",
@@ -149,3 +150,26 @@ def test_location_of_the_data_does_not_change_the_identity(suite_file, tmp_path)
     unit = one.units(federations=["absent"])[0]
     assert one.identity(unit) == two.identity(unit)
     assert "$data" in one.identity(unit)["settings"]["data"]
+
+
+def test_budgets_grow_with_the_options_and_smaller_ones_are_shown_until_then(suite_file, tmp_path):
+    methods = ["fedavg", "fedprox", "fedspeed", "scaffold+fedavgm"]
+    values = {**yaml.safe_load(suite_file.read_text()), "methods": methods, "space": {}}
+
+    def runs_of(**changes):
+        suite_file.write_text(yaml.safe_dump({**values, **changes}))
+        return SuiteRuns(*load_suite(str(suite_file)), tmp_path)
+
+    earlier = runs_of()
+    for unit in earlier.units(federations=["few"], methods=["fedavg", "fedprox"]):
+        append_outcome(tmp_path, unit.federation, earlier.identity(unit), {"not_applicable": unit.method})
+    larger = runs_of(trials_per_option=4)
+    budgets = {unit.method: unit.trials for unit in larger.units(federations=["few"]) if unit.trials > 1}
+    expected = {"fedavg": 2, "fedprox": 6, "fedspeed": 10, "scaffold+fedavgm": 14, "pooled": 2, "local": 2}
+    assert budgets == expected
+    assert set(larger.stored()) == {Unit("few", "fedavg", 1), Unit("few", "fedavg", 2)}
+    assert {unit: own["not_applicable"] for unit, own in larger.with_fewer_trials().items()} == {
+        Unit("few", "fedprox", 6): "fedprox"
+    }
+    fixed = runs_of(trials_per_option=4, space={"fedprox.mu": [0.1]})
+    assert fixed.tuned_unit("few", "fedprox").trials == 2
