@@ -2,8 +2,7 @@
 
 Run it in the repository. It diagnoses every federation, which needs the data, and writes
 ``unskew/diagnosis/evidence.json`` with features, gains and traffic, and with the scores of the advice for left-out
-federations. The federations of another suite are stored, too; the advice is scored on them, and they are not part of the
-evidence.
+federations. The federations of another suite, which test the advice, are stored, too; they are not part of the evidence.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ from unskew.filesystem import write_atomic
 from unskew.reproduction.tables import markdown
 
 VIEWS: tuple[View, ...] = ("global", "clients")
-SUITE, OTHER_SUITE = "skew", "cifar10"
-"""Suite that is the evidence of the advice, and the suite on which the advice is scored in addition."""
+SUITES, OTHER_SUITE = ("skew", "cifar10"), "advice"
+"""Suites that are the evidence of the advice, and the suite on which the advice is scored in addition."""
 PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/results/advice.md")
 START, OTHER_START = "<!-- scores -->", "<!-- scores of other federations -->"
 END = "<!-- end -->"
@@ -137,20 +136,20 @@ def measured_federation(runs: SuiteRuns, results: FederationResults) -> Measured
     return MeasuredFederation(results.federation.name, results.federation.title, rounded, gains, decided, traffic)
 
 
-def collect(runs: SuiteRuns, other_runs: SuiteRuns) -> dict[str, Any]:
+def collect(runs: Sequence[SuiteRuns], other_runs: SuiteRuns) -> dict[str, Any]:
     """Return the content of the evidence file.
 
     Args:
-        runs: Units of the suite that is the evidence.
+        runs: Units of the suites that are the evidence.
         other_runs: Units of the suite on which the advice is scored in addition.
     """
-    results = read_results(runs)
-    evidence = [measured_federation(runs, own) for own in results]
+    results = [(of_suite, own) for of_suite in runs for own in read_results(of_suite)]
+    evidence = [measured_federation(of_suite, own) for of_suite, own in results]
     others = [measured_federation(other_runs, own) for own in read_results(other_runs)]
-    tuning = [gain.mean for own in results if (gain := own.tuning_gain("global")) is not None]
+    tuning = [gain.mean for _, own in results if (gain := own.tuning_gain("global")) is not None]
     scores = {view: summarize_scores(score_leaving_out(evidence, view)) for view in VIEWS}
     return {
-        "made_with": f"unskew benchmark {runs.suite.name}",
+        "made_with": " and ".join(f"unskew benchmark {of_suite.suite.name}" for of_suite in runs),
         "federations": [asdict(federation) for federation in evidence],
         "tuning_gain": {"mean": round(statistics.fmean(tuning), 2), "federations": len(tuning)},
         "scores": {view: {name: round(value, 3) for name, value in own.items()} for view, own in scores.items()},
@@ -204,8 +203,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--results", type=Path, default=Path("results/benchmark"))
     parser.add_argument("--data-path", type=Path)
     options = parser.parse_args(arguments)
-    runs = SuiteRuns(*load_suite(SUITE), options.results, options.data_path)
-    other_runs = SuiteRuns(*load_suite(OTHER_SUITE), options.results, options.data_path)
+    *runs, other_runs = (
+        SuiteRuns(*load_suite(name), options.results, options.data_path) for name in (*SUITES, OTHER_SUITE)
+    )
     content = collect(runs, other_runs)
     write_atomic(PATH, (json.dumps(content, indent=1) + "\n").encode())
     evidence = [MeasuredFederation(**federation) for federation in content["federations"]]

@@ -100,7 +100,7 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
     assert "fedprox" in (pages / "few.md").read_text(encoding="utf-8")
     assert {path.name for path in write_pages(runs, tmp_path / "again")} == {path.name for path in pages.iterdir()}
 
-    content = collect(runs, runs)
+    content = collect([runs], runs)
     [measured] = content["federations"]
     accuracies = {
         name: [s["accuracy"] for s in stored[Unit("few", name, 2)]["summaries"]] for name in ("fedavg", "fedprox")
