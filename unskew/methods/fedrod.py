@@ -24,9 +24,9 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Context, Method, Tensors
@@ -50,7 +50,7 @@ class TwoHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedRoD(LogitAdjustment, LocalHeadParameters):
+class FedRoD(LogitAdjustment, HeadReplacement, LocalHeadParameters):
     """Generic and personal heads on a shared body.
 
     Attributes:
@@ -66,20 +66,9 @@ class FedRoD(LogitAdjustment, LocalHeadParameters):
 
     gamma: Annotated[float, Field(gt=0)] = 1.0
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add the personal head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with both heads, and the name of the module that contains them.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, TwoHeads, self.name)
+    def new_head(self, linear: nn.Linear) -> TwoHeads:
+        """Return the linear head as the generic one, with a personal head."""
+        return TwoHeads(linear)
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject what rules with adjusted logits, or a shared part reject."""

@@ -25,11 +25,11 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.methods.client_features import features_of
+from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Tensors
+from unskew.protocol.rules import START, Context, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 from unskew.seeding import fold, uniform
 
@@ -67,7 +67,7 @@ class HeadWithNeighbors(nn.Module):
 
 
 @dataclass(frozen=True)
-class KNNPer(ClientRule, LocalHeadParameters):
+class KNNPer(HeadReplacement, LocalHeadParameters):
     """The global model with a memory of the client's own samples.
 
     Attributes:
@@ -92,20 +92,9 @@ class KNNPer(ClientRule, LocalHeadParameters):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     capacity: Annotated[int, Field(ge=1)] = 1000
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add the memory of samples to the head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, lambda old: HeadWithNeighbors(old, self), self.name)
+    def new_head(self, linear: nn.Linear) -> HeadWithNeighbors:
+        """Return the linear head with the memory of samples."""
+        return HeadWithNeighbors(linear, self)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -102,31 +101,6 @@ def slices_where(names: Sequence[str], sizes: Sequence[int], wanted: Callable[[s
     """
     spans = zip(names, pairwise(accumulate(sizes, initial=0)), strict=True)
     return merge_slices([slice(*span) for name, span in spans if wanted(name)])
-
-
-def replace_linear_head(
-    module: nn.Module, head: str, replacement: Callable[[nn.Linear], nn.Module], method: str
-) -> tuple[nn.Module, str]:
-    """Return a copy of a model with another head, and the name of that head.
-
-    Args:
-        module: The model.
-        head: Name of its head; empty if the model is only a head.
-        replacement: Returns the new head for the old one.
-        method: Name of the method that needs it, for the error.
-
-    Raises:
-        ConfigError: If the head is not a linear layer.
-    """
-    module = copy.deepcopy(module)
-    old = module.get_submodule(head)
-    if not isinstance(old, nn.Linear):
-        raise ConfigError(f"{method} needs a model with a linear head, but its head is a {type(old).__name__}.")
-    if not head:
-        return nn.Sequential(replacement(old)), "0"
-    parent, _, name = head.rpartition(".")
-    setattr(module.get_submodule(parent), name, replacement(old))
-    return module, head
 
 
 def merge_slices(slices: list[slice]) -> tuple[slice, ...]:
