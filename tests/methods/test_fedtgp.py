@@ -9,8 +9,6 @@ from support.batch_loop import CLASSES, local, run, skewed
 from support.class_means import WIDTH, Watch, class_means, network, pulled_slope
 from torch.nn.functional import cross_entropy, relu
 
-import unskew
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.fedtgp import FedTGP, distances, draw_network
 from unskew.methods.own_models import PURPOSE
 from unskew.seeding import fold, uniform
@@ -152,25 +150,3 @@ def test_without_pull_clients_train_alone():
     run(["fedtgp:ld=0,epochs=1", free], 1.0, None, network())
     run(["fedproto:ld=0", alone], 1.0, None, network())
     assert all(torch.equal(a, b) for a, b in zip(free.models, alone.models, strict=True))
-
-
-def test_bytes_are_those_of_the_formula():
-    """Class means and a flag per class, in the first round only up."""
-    summary = run("fedtgp:epochs=1", 1.0, None, network())[0].summary
-    assert summary["bytes_up"] == 4 * 4 * (CLASSES * WIDTH + CLASSES) * 8
-    assert summary["bytes_down"] == 3 * 4 * (CLASSES * WIDTH + CLASSES) * 8
-
-
-@pytest.mark.parametrize(
-    "other", ["scaffold", "fedavgm", "fedrep", "ditto", "median", "topk", "dp:noise=1", "fedproto"]
-)
-def test_rules_that_need_a_common_model_are_rejected(other):
-    with pytest.raises(MethodConflictError):
-        unskew.method(f"fedtgp+{other}")
-
-
-def test_secure_aggregation_and_delays_are_rejected():
-    with pytest.raises(ConfigError, match="secure_aggregation"):
-        run("fedtgp", 1.0, None, network(), secure_aggregation="required")
-    with pytest.raises(ConfigError, match=r"network\.delay"):
-        run("fedtgp", 1.0, None, network(), network={"delay": "fixed:1"})
