@@ -79,9 +79,6 @@ class Task:
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
 
-    draws_clients: ClassVar[bool] = False
-    """True if ``client_curve`` returns a curve."""
-
     outcome: ClassVar[str] = ""
     """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
 
@@ -256,11 +253,10 @@ class Task:
             ConfigError: If the task needs another number of columns.
         """
 
-    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
+    def encode_column(self, name: str, values: Sequence[object], where: str) -> np.ndarray:
         """Return the numbers of a label column of a table, ``[n]``, if its position is in ``coded_labels``.
 
         Args:
-            index: Position of the column among the label columns.
             name: Name of the column.
             values: Values of the column; None where one is missing.
             where: Name of the data, for errors.
@@ -559,15 +555,15 @@ class Task:
         """
         return {}
 
-    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
-        """Return the curve of the test set or of a client's held-out samples for the entry ``km`` of ``curves.json``.
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any] | None:
+        """Return the curve of the test set or of a client's held-out samples for ``curves.json``; None if the task has none.
 
         Args:
             name: Name of the samples.
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
         """
-        return {}
+        return None
 
     def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
         """Compare the targets of clients beyond their means; empty if there is nothing else to compare.
