@@ -69,7 +69,7 @@ class Regression(Task):
         """Mean and standard deviation of each target."""
         return {"mean": self.mean, "std": self.std}
 
-    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Regression:
         """Return the regression of standardized targets."""
         mean, std = (tuple(constants.get(name, ())) for name in ("mean", "std"))
         if {*constants} - {"mean", "std"} or not len(mean) == len(std) == classes or min(std) <= 0:

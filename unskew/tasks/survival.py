@@ -166,7 +166,7 @@ class Survival(SurvivalBins):
         return torch.where(counted > 0, torch.logit(counted / exposure) - offsets, 0.0)
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return NaN: the concordance compares rows, so it is no mean over them."""
+        """Return NaN: the concordance compares rows, so it is not a mean over them."""
         return torch.full((len(y),), math.nan, dtype=torch.float64, device=y.device)
 
     def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:

@@ -12,7 +12,8 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from unskew.errors import ConfigError, DataError
-from unskew.tasks.base import Ask, Task
+from unskew.tasks.base import Task
+from unskew.tasks.constants import Ask
 from unskew.tasks.survival_columns import MOST_HORIZONS
 from unskew.tasks.survival_metrics import number_text
 from unskew.tasks.survival_table import CELLS, SurvivalTable, choose_cuts, grid_edges, most_bins, time_edges
@@ -119,7 +120,7 @@ class SurvivalBins(Task):
 
     @property
     def fits(self) -> bool:
-        """Whether sums over the clients determine bins and hazards: unless the configuration gives them."""
+        """True if bins and hazards come from sums over the clients, and not from the configuration."""
         return not self.rates
 
     def configured(self, options: Any) -> Self:
@@ -189,7 +190,7 @@ class SurvivalBins(Task):
 
         Raises:
             ConfigError: If bins would have no event, or a horizon is after the last time.
-            DataError: If there is no event.
+            DataError: If no row has an event.
         """
         given = self.configured_cuts
         until = given[-1] if given else self.until
