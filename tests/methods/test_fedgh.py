@@ -3,7 +3,7 @@
 import pytest
 import torch
 from support.batch_loop import CLASSES, Recorder, local, run, skewed
-from support.class_means import WIDTH, Watch, class_means, network, outputs
+from support.class_means import WIDTH, Watch, class_means, network, outputs, recorded_keys
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -33,14 +33,7 @@ class Starts(Recorder):
 @pytest.fixture
 def keys(monkeypatch):
     """The server's keys of the rounds, from which it draws the order of class means."""
-    seen, update = [], FedGH.server_update
-
-    def recorded(self, state, updates):
-        seen.append(updates.key)
-        return update(self, state, updates)
-
-    monkeypatch.setattr(FedGH, "server_update", recorded)
-    return seen
+    return recorded_keys(monkeypatch, FedGH)
 
 
 def start_of():

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from support.batch_loop import CLASSES, local, run, skewed
-from support.class_means import WIDTH, Watch, class_means, network, pulled_slope
+from support.class_means import WIDTH, Watch, class_means, network, pulled_slope, recorded_keys
 from torch.nn.functional import cross_entropy, relu
 
 from unskew.methods.fedtgp import FedTGP, distances, draw_network
@@ -20,14 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fedtgp exchanges no model")
 @pytest.fixture
 def keys(monkeypatch):
     """The server's keys of the rounds, from which it draws the first network and the order of class means."""
-    seen, update = [], FedTGP.server_update
-
-    def recorded(self, state, updates):
-        seen.append(updates.key)
-        return update(self, state, updates)
-
-    monkeypatch.setattr(FedTGP, "server_update", recorded)
-    return seen
+    return recorded_keys(monkeypatch, FedTGP)
 
 
 def parts(values):
