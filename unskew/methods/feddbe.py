@@ -25,7 +25,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.methods.head_replacement import HeadReplacement
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import slices_mask
@@ -86,8 +86,7 @@ class FedDBE(HeadReplacement, LocalHeadParameters):
 
     def begin(self, ctx: Context) -> Tensors:
         """Initialize the mean feature to zero."""
-        shift = ctx.spec.parameters(ctx.v_global)[f"{ctx.spec.head_name}.shift"]
-        return {"r": torch.zeros_like(shift)} if self.mu < 1 else {}
+        return {"r": torch.zeros_like(head_parameters_of(ctx.spec, ctx.v_global)["shift"])} if self.mu < 1 else {}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """Add ``kappa mean_f 1/2 (r - g)^2``."""

@@ -28,10 +28,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
-from unskew.methods.head_replacement import HeadReplacement
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec, slices_mask
+from unskew.models.spec import slices_mask
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import START, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
@@ -122,17 +122,6 @@ class GPFL(HeadReplacement, LocalHeadParameters):
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
         """Freeze the condition."""
         return carry["trained"]
-
-
-def head_parameters_of(spec: ModelSpec, v: Tensor) -> Tensors:
-    """Return the parameters of the head by their names within it.
-
-    Args:
-        spec: Layout of the model.
-        v: Parameters, ``[d]``.
-    """
-    prefix = f"{spec.head_name}."
-    return {name.removeprefix(prefix): p for name, p in spec.parameters(v).items() if name.startswith(prefix)}
 
 
 def layers(parameters: Tensors, name: str, condition: Tensor) -> Tensor:

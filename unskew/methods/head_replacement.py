@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import copy
 
-from torch import nn
+from torch import Tensor, nn
 
 from unskew.errors import ConfigError
-from unskew.protocol.rules import ClientRule
+from unskew.models.spec import ModelSpec
+from unskew.protocol.rules import ClientRule, Tensors
 
 
 class HeadReplacement(ClientRule):
@@ -45,3 +46,14 @@ class HeadReplacement(ClientRule):
         parent, _, name = head.rpartition(".")
         setattr(module.get_submodule(parent), name, self.new_head(linear))
         return module, head
+
+
+def head_parameters_of(spec: ModelSpec, v: Tensor) -> Tensors:
+    """Return the parameters of the head by their names within it, as views.
+
+    Args:
+        spec: Layout of the model.
+        v: Parameters, ``[d]``.
+    """
+    prefix = f"{spec.head_name}."
+    return {name.removeprefix(prefix): p for name, p in spec.parameters(v).items() if name.startswith(prefix)}

@@ -25,7 +25,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.methods.client_features import features_of
-from unskew.methods.head_replacement import HeadReplacement
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
@@ -35,8 +35,6 @@ from unskew.seeding import fold, uniform
 
 PURPOSE = 6
 """Separates the draw of samples from other draws with a client's key."""
-STORE = ("keys", "labels")
-"""Parameters of the head that hold a client's samples."""
 
 
 class HeadWithNeighbors(nn.Module):
@@ -83,7 +81,7 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
     needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True
-    local_parameters: ClassVar[tuple[str, ...]] = STORE
+    local_parameters: ClassVar[tuple[str, ...]] = ("keys", "labels")
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
 
@@ -110,10 +108,9 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
             drawn = uniform(fold(ctx.key, PURPOSE), (len(y),)).argsort()[: self.capacity].to(y.device)
         features = features_of(ctx, ctx.v_global, ctx.b_global, drawn)
         start = ctx.v_global.clone()
-        parameters = ctx.spec.parameters(start)  # views
-        keys, labels = (parameters[f"{ctx.spec.head_name}.{name}"] for name in STORE)
-        keys[: len(drawn)] = features
-        labels[: len(drawn)] = (y[drawn] + 1).to(labels)
+        head = head_parameters_of(ctx.spec, start)
+        head["keys"][: len(drawn)] = features
+        head["labels"][: len(drawn)] = y[drawn] + 1
         return {START: start}
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:

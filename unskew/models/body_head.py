@@ -31,17 +31,12 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str], pixels: 
             names = ", ".join(filter(None, modules))
             raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {names}.")
         return head
-    for is_head in (is_pixelwise, is_convolution) if pixels else (is_linear,):
+    for is_head in (is_pixelwise, is_convolution) if pixels else (lambda m: isinstance(m, nn.Linear),):
         heads = [n for n in used if is_head(modules[n])] or [n for n, m in modules.items() if is_head(m)]
         if heads:
             return heads[-1]
     kind = "convolution" if pixels else "linear layer"
     raise ConfigError(f"The model has no {kind} to use as head. Choose a module with head='module.name'.")
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer."""
-    return isinstance(module, nn.Linear)
 
 
 def is_convolution(module: nn.Module) -> bool:

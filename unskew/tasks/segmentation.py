@@ -37,14 +37,6 @@ class Segmentation(Task):
     with predicted or true pixels, 1 if there are none. All metrics but ``hd95`` follow from sums over images.
 
     Attributes:
-        name: Name of the task.
-        provides: What the task provides of a sample.
-        pixels: Whether targets are images.
-        section: Section of the configuration with the task's options.
-        loss_options: Values of the option ``loss``.
-        weighted: Whether the loss may have class weights.
-        scored: Primary metric, the mean Dice.
-        requestable: Metrics that a run may request.
         class_names: Names of the classes; empty numbers them.
         values: Gray value of each class in files of masks; empty means 0 to C - 1.
         ignore: Gray value of pixels without truth, or None.

@@ -49,25 +49,6 @@ class Survival(SurvivalBins):
     """Time to an event, ``y [B, 2]``: the time, and 1 for an event or 0 if the row is censored.
 
     A model has one output per bin. Its predictions are the probabilities to survive each cut point, ``[B, J]``.
-
-    Attributes:
-        name: Name of the task.
-        provides: What the task provides of a sample.
-        numeric_labels: Whether the labels of a table are columns of numbers.
-        label_order: Order of the label columns.
-        coded_labels: Positions of the label columns that ``encode_column`` reads.
-        output_kind: What ``outputs`` returns.
-        loss_options: Values of the option ``loss``.
-        scored: Primary metric.
-        ranked: Whether ``measure_all`` computes the primary metric.
-        outcome: Name of the outcome.
-        constant_name: Description of the prediction of ``constant``.
-        client_events: Samples that count as the events of a client.
-        statistics: Permissions of statistics of survival times.
-        linear_model: Model whose coefficients have intervals.
-        ratio: What the exponential of a coefficient multiplies.
-        requestable: Metrics that a run may request.
-        lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
     """
 
     name: ClassVar[str] = "survival"

@@ -32,7 +32,6 @@ class SurvivalBins(Task):
     """Options and constants of survival analysis.
 
     Attributes:
-        section: Section of the configuration with the options.
         event: Value that means the event, as ``value_text`` writes it; None means 1 or true.
         until: Time at which later times are censored; None means the largest time.
         bins: Number of bins, or cut points; None means ``BINS``, or fewer if there are few events.
