@@ -36,13 +36,8 @@ from unskew.measurements.local_models import LocalModels
 from unskew.measurements.server_cost import ServerCost
 from unskew.measurements.update_cosines import UpdateCosines
 from unskew.methods.conflicts import grouped_conflicts
-from unskew.methods.registry import (
-    COMPOSITIONS,
-    METHODS,
-    describe_all,
-    describe_method,
-    rule_class,
-)
+from unskew.methods.descriptions import describe_all, describe_method
+from unskew.methods.registry import COMPOSITIONS, METHODS, rule_class
 from unskew.models.registry import MODELS, build_model
 from unskew.protocol.method import SLOTS, class_slots
 from unskew.protocol.requirements import NEEDS, why_tasks

@@ -673,16 +673,16 @@ def test_the_default_folder_is_called_alike_however_the_data_are_written(capsys,
 
 
 def test_the_list_of_methods_is_kept_until_a_method_changes(capsys, tmp_path, monkeypatch):
-    from unskew.methods import registry
+    from unskew.methods import descriptions
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     first = call(capsys, "methods", "--json").json()
-    assert first[: -len(COMPOSITIONS)] == json.loads(json.dumps(registry.describe_all()))
-    real = registry.describe_all
-    monkeypatch.setattr(registry, "describe_all", None)
+    assert first[: -len(COMPOSITIONS)] == json.loads(json.dumps(descriptions.describe_all()))
+    real = descriptions.describe_all
+    monkeypatch.setattr(descriptions, "describe_all", None)
     assert call(capsys, "methods", "--json").json() == first
     (kept,) = (tmp_path / "cache" / "unskew").iterdir()
-    monkeypatch.setattr(registry, "describe_all", real)
+    monkeypatch.setattr(descriptions, "describe_all", real)
     kept.write_text("damaged")
     assert call(capsys, "methods", "--json").json() == first
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null")

@@ -12,7 +12,8 @@ from unskew.data.sources.registry import SampleTable, Source
 from unskew.errors import MethodConflictError
 from unskew.generators.latent import LatentGenerator
 from unskew.methods.conflicts import conflicts
-from unskew.methods.registry import METHODS, describe_all, method, rule_class
+from unskew.methods.descriptions import describe_all
+from unskew.methods.registry import METHODS, method, rule_class
 from unskew.protocol import rules
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.method import SLOTS

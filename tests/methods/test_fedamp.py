@@ -3,12 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from support.batch_loop import OPTIONS, SIZES, classifier, client_states, initial, local, loss, run, skewed
+from support.batch_loop import (
+    OPTIONS,
+    SIZES,
+    check_client_models,
+    classifier,
+    client_states,
+    initial,
+    local,
+    loss,
+    run,
+    skewed,
+)
 from support.quadratic import LR, STEPS, Quadratics
 from support.tolerance import TRAINING, assert_close
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
+from unskew.errors import ConfigError
 
 EXACT = 1e-12
 D = len(initial())
@@ -50,10 +61,7 @@ def test_a_run_is_the_papers_loop(kernel, alpha, sigma, lam, own, participation,
 
             new[k] = local(models.get(k, initial()), batches, direction)
         models = {**models, **new}
-    states = client_states(tmp_path / "run")
-    assert set(states) == set(models)
-    for k, w in models.items():
-        assert float((states[k]["model"] - w).abs().max()) < EXACT
+    check_client_models(tmp_path / "run", models)
     assert torch.equal(result.vector, initial())
     largest = max(weights(kernel, models, k, alpha, sigma, own)[j] for k in models for j in models if j != k)
     assert result.summary["largest_weight"] == pytest.approx(largest, abs=EXACT)
@@ -133,18 +141,3 @@ def test_too_many_models_for_the_server_are_rejected(monkeypatch):
     monkeypatch.setattr("unskew.methods.fedamp.LARGEST", 4 * D * len(SIZES) - 1)
     with pytest.raises(ConfigError, match="stores a model for each client at the server"):
         run("fedamp", rounds=1)
-
-
-@pytest.mark.parametrize(
-    "other", ["scaffold", "fedavgm", "fedrep", "ditto", "median", "topk", "dp:noise=1", "dpsgd:noise=1"]
-)
-def test_rules_that_need_a_common_model_are_rejected(other):
-    with pytest.raises(MethodConflictError):
-        unskew.method(f"fedamp+{other}")
-
-
-def test_secure_aggregation_and_delays_are_rejected():
-    with pytest.raises(ConfigError, match="secure_aggregation"):
-        run("fedamp", secure_aggregation="required")
-    with pytest.raises(ConfigError, match=r"network\.delay"):
-        run("fedamp", network={"delay": "fixed:1"})

@@ -14,6 +14,7 @@ from support.batch_loop import (
     Recorder,
     client_states,
     deep_loss,
+    features,
     flat,
     local,
     run,
@@ -22,7 +23,7 @@ from support.batch_loop import (
 )
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
+from unskew.errors import ConfigError
 from unskew.methods.fedas import PURPOSE, FedAS
 from unskew.seeding import fold, uniform
 
@@ -42,11 +43,6 @@ class Keys(Recorder):
         self.keys.append(ctx.key)
         self.starts.append(ctx.v_global.clone())
         return super().begin(ctx)
-
-
-def features(v, x):
-    w, b = v[: HIDDEN * FEATURES].view(HIDDEN, FEATURES), v[HIDDEN * FEATURES : BODY.stop]
-    return torch.tanh(x @ w.T + b)
 
 
 def order_of(key, number, n):
@@ -171,15 +167,6 @@ def test_a_model_without_a_body_and_options_without_an_effect_are_rejected():
         run("fedas")
     with pytest.raises(ConfigError, match="fedas:eta has no effect with epochs=0"):
         run("fedas:epochs=0,eta=0.1", model=two_layers())
-
-
-@pytest.mark.parametrize(
-    "other", ["scaffold", "fedavgm", "fedrep", "ditto", "ft", "median", "fedbn", "dp:noise=1", "dpsgd:noise=1"]
-)
-def test_rules_that_need_the_whole_model_or_other_updates_are_rejected(other):
-    for expression in (f"fedas+{other}", f"{other}+fedas"):
-        with pytest.raises(MethodConflictError):
-            unskew.method(expression)
 
 
 def test_delays_are_rejected():

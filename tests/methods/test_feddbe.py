@@ -1,6 +1,5 @@
 """FedDBE against a loop over the paper's formulas, and in its limits."""
 
-import numpy as np
 import pytest
 import torch
 from support.batch_loop import (
@@ -11,7 +10,9 @@ from support.batch_loop import (
     HIDDEN,
     LR,
     MOMENTUM,
-    client_states,
+    average,
+    check_client_models,
+    features,
     flat,
     local,
     run,
@@ -23,9 +24,7 @@ from torch.nn.functional import cross_entropy
 
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.feddbe import FedDBE
-from unskew.methods.registry import method
 
 EXACT = 1e-12
 KAPPA = 3.0
@@ -40,11 +39,6 @@ def start():
     """The initial model: that of ``two_layers`` with a shift of zeros."""
     v = flat(two_layers())
     return torch.cat([v[BODY], torch.zeros(HIDDEN, dtype=v.dtype), v[BODY.stop :]])
-
-
-def features(v, x):
-    w, b = torch.split(v[BODY], [HIDDEN * FEATURES, HIDDEN])
-    return torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
 
 
 def penalized(v, x, y, r, mean, mu):
@@ -74,17 +68,11 @@ def test_a_run_is_the_papers_loop(mu, participation, tmp_path):
                 return torch.where(SHARED, g, 0.0) if mean is None else g
 
             own[k] = local(torch.where(SHARED, x, own.get(k, start())), batches, direction, LR, MOMENTUM, DECAY)
-        size = {k: fed.clients[k].num_samples for k in cohort}
-        total = sum(size.values())
-        x = torch.where(SHARED, sum(size[k] * own[k] for k in cohort) / total, 0.0)
+        x = torch.where(SHARED, average(fed, {k: own[k] for k in cohort}), 0.0)
         if mean is None:
-            of_client = {k: features(own[k], fed.clients[k].x.double()).mean(0) for k in cohort}
-            mean = sum(size[k] * of_client[k] for k in cohort) / total
+            mean = average(fed, {k: features(own[k], fed.clients[k].x.double()).mean(0) for k in cohort})
     assert float((result.vector - x).abs().max()) < EXACT
-    states = client_states(tmp_path / "run")
-    assert set(states) == set(own)
-    for k, v in own.items():
-        assert float((states[k]["model"] - v).abs().max()) < EXACT
+    check_client_models(tmp_path / "run", own)
     assert any(v[SHIFT].any() for v in own.values())
 
 
@@ -143,18 +131,3 @@ def test_bytes_are_those_of_the_model_and_the_mean_feature():
     visits = 4 * 4
     assert summary["bytes_up"] == (visits * SIZE + 4 * HIDDEN) * 8
     assert summary["bytes_down"] == (visits * SIZE + 3 * 4 * HIDDEN) * 8
-
-
-@pytest.mark.parametrize(
-    "other", ["fedrep", "fedper", "fedbn", "fedals", "ditto", "scaffold", "median", "dpsgd:noise=1"]
-)
-def test_rules_with_another_shared_part_or_personal_model_are_rejected(other):
-    for expression in (f"feddbe+{other}", f"{other}+feddbe"):
-        with pytest.raises(MethodConflictError):
-            method(expression)
-
-
-def test_it_combines_with_a_proximal_term_and_server_momentum_and_needs_a_linear_head():
-    assert np.isfinite(run("feddbe+fedprox:mu=0.1+fedavgm", model=two_layers())[0].summary["accuracy"])
-    with pytest.raises(ConfigError, match="feddbe needs a model with a linear head"):
-        FedDBE().adapt(nn.Sequential(nn.Conv2d(1, 2, 1)), "0")

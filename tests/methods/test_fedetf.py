@@ -13,6 +13,8 @@ from support.batch_loop import (
     HIDDEN,
     LR,
     MOMENTUM,
+    average,
+    features,
     local,
     run,
     skewed,
@@ -22,14 +24,13 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
+from unskew.errors import ConfigError
 from unskew.methods.fedetf import FedETF, equal_angle_vectors
-from unskew.methods.registry import method
 
 EXACT = 1e-12
 WIDTH, SCALE = 6, 4.0
-SIZES = [HIDDEN * FEATURES, HIDDEN, 1, WIDTH * HIDDEN, WIDTH]
-"""In the order of the module's parameters: its own one comes before those of the projection."""
+SIZES = [1, WIDTH * HIDDEN, WIDTH]
+"""Sizes of the head's parameters; the module's own one comes before those of the projection."""
 
 
 def in_model(width):
@@ -38,9 +39,8 @@ def in_model(width):
 
 
 def loss(v, x, y, counts, gamma):
-    w, b, s, u, c = torch.split(v, SIZES)
-    a = torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
-    h = a @ u.view(WIDTH, HIDDEN).T + c
+    s, u, c = torch.split(v[BODY.stop :], SIZES)
+    h = features(v, x) @ u.view(WIDTH, HIDDEN).T + c
     z = s * (h / torch.sqrt((h**2).sum(1, keepdim=True))) @ in_model(WIDTH)
     return cross_entropy(z + gamma * torch.log(torch.where(counts > 0, counts, 1.0)), y)
 
@@ -56,12 +56,11 @@ def test_a_run_is_the_papers_loop(gamma, participation):
     assert float(start[BODY.stop]) == SCALE
     v = start
     for cohort in cohorts:
-        size = {k: fed.clients[k].num_samples for k in cohort}
         ends = {
             k: local(v, batches, lambda u, x, y, n=counts[k]: slope(u, x, y, n, gamma), LR, MOMENTUM, DECAY)
             for k, batches in cohort.items()
         }
-        v = sum(size[k] * ends[k] for k in cohort) / sum(size.values())
+        v = average(fed, ends)
     assert float((result.vector - v).abs().max()) < EXACT
     assert float(result.vector[BODY.stop]) != SCALE
 
@@ -104,22 +103,13 @@ def test_class_vectors_are_constants_that_are_neither_sent_nor_trained():
 
 
 def test_without_a_width_the_larger_one_of_classes_and_features_is_used():
-    for features, width in ((3, CLASSES), (20, 20)):
-        assert FedETF().new_head(nn.Linear(features, CLASSES)).projection.out_features == width
+    for size, width in ((3, CLASSES), (20, 20)):
+        assert FedETF().new_head(nn.Linear(size, CLASSES)).projection.out_features == width
 
 
-def test_a_width_below_the_number_of_classes_and_other_heads_are_rejected():
+def test_a_width_below_the_number_of_classes_is_rejected():
     with pytest.raises(ConfigError, match=r"there are 4 classes and width=3\. Use width=4 or more"):
         run("fedetf:width=3", model=two_layers())
-    with pytest.raises(ConfigError, match="fedetf needs a model with a linear head"):
-        FedETF().adapt(nn.Sequential(nn.Conv2d(1, 2, 1)), "0")
-
-
-@pytest.mark.parametrize("other", ["fedlc", "fedrs", "fedrod", "feddbe", "knnper", "fedrep", "fedala", "ccvr", "dpsgd"])
-def test_rules_that_change_logits_or_the_head_are_rejected(other):
-    for expression in (f"fedetf+{other}", f"{other}+fedetf"):
-        with pytest.raises(MethodConflictError):
-            method(expression)
 
 
 def test_a_projection_of_moon_comes_before_the_classifier_and_fine_tuning_after_the_run():

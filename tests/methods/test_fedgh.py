@@ -3,12 +3,11 @@
 import pytest
 import torch
 from support.batch_loop import CLASSES, Recorder, local, run, skewed
-from support.class_means import WIDTH, Watch, class_means, network, outputs
+from support.class_means import WIDTH, Watch, class_means, network, outputs, recorded_keys
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-import unskew
-from unskew.errors import ConfigError, MethodConflictError
+from unskew.errors import ConfigError
 from unskew.methods.fedgh import FedGH
 from unskew.methods.own_models import PURPOSE
 from unskew.seeding import fold, uniform
@@ -34,14 +33,7 @@ class Starts(Recorder):
 @pytest.fixture
 def keys(monkeypatch):
     """The server's keys of the rounds, from which it draws the order of class means."""
-    seen, update = [], FedGH.server_update
-
-    def recorded(self, state, updates):
-        seen.append(updates.key)
-        return update(self, state, updates)
-
-    monkeypatch.setattr(FedGH, "server_update", recorded)
-    return seen
+    return recorded_keys(monkeypatch, FedGH)
 
 
 def start_of():
@@ -138,18 +130,3 @@ def test_a_frozen_head_is_rejected():
     model[2].requires_grad_(False)
     with pytest.raises(ConfigError, match="fedgh trains the head of the model, but '2' is frozen"):
         run("fedgh", 1.0, None, model)
-
-
-@pytest.mark.parametrize(
-    "other", ["scaffold", "fedavgm", "fedrep", "ditto", "median", "topk", "dp:noise=1", "dpsgd:noise=1"]
-)
-def test_rules_that_need_a_common_model_are_rejected(other):
-    with pytest.raises(MethodConflictError):
-        unskew.method(f"fedgh+{other}")
-
-
-def test_secure_aggregation_and_delays_are_rejected():
-    with pytest.raises(ConfigError, match="secure_aggregation"):
-        run("fedgh", 1.0, None, network(), secure_aggregation="required")
-    with pytest.raises(ConfigError, match=r"network\.delay"):
-        run("fedgh", 1.0, None, network(), network={"delay": "fixed:1"})

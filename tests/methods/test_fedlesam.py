@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.batch_loop import BODY, LR, client_states, flat, initial, local, loss, run, skewed, two_layers
+from support.batch_loop import BODY, LR, average, client_states, flat, initial, local, loss, run, skewed, two_layers
 from support.quadratic import LR as STEP
 from support.quadratic import Quadratics, gradient, problem
 from support.tolerance import MAGNIFIED, assert_close
@@ -30,8 +30,7 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
         for k, batches in cohort.items():
             e = perturbation(old.get(k), x, 0.3)
             ends[k], old[k] = local(x, batches, lambda v, u, y, e=e: slope(v + e, u, y)), x
-        size = {k: fed.clients[k].num_samples for k in cohort}
-        x = sum(size[k] * ends[k] for k in cohort) / sum(size.values())
+        x = average(fed, ends)
     assert float((result.vector - x).abs().max()) < EXACT
     states = client_states(tmp_path / "run")
     assert all(float((states[k]["rules/fedlesam/received"] - v).abs().max()) < EXACT for k, v in old.items())

@@ -11,8 +11,11 @@ from support.batch_loop import (
     FEATURES,
     HIDDEN,
     LR,
+    average,
+    check_client_models,
     client_states,
     deep_loss,
+    features,
     flat,
     run,
     skewed,
@@ -22,9 +25,8 @@ from torch.nn.functional import one_hot
 
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer
-from unskew.errors import ConfigError, MethodConflictError
+from unskew.errors import ConfigError
 from unskew.methods.fedpac import mixing_weights
-from unskew.methods.registry import method
 from unskew.serving.load import open_run
 
 EXACT = 1e-12
@@ -32,11 +34,6 @@ LAM, SHARE = 2.0, 0.4
 SIZE = len(flat(two_layers()))
 HEAD = slice(BODY.stop, SIZE)
 BUDGET = {"momentum": 0.0, "weight_decay": 0.0}
-
-
-def features(v, x):
-    w, b = torch.split(v[BODY], [HIDDEN * FEATURES, HIDDEN])
-    return torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
 
 
 def aligned(v, x, y, goals):
@@ -98,9 +95,8 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
                 v = v.clone()
                 v[trained] -= LR * g[trained]
             own[k], sums[k] = v, onto @ features(v, inputs)
-        size = {k: fed.clients[k].num_samples for k in cohort}
         x = x.clone()
-        x[BODY] = sum(size[k] * own[k][BODY] for k in cohort) / sum(size.values())
+        x[BODY] = average(fed, {k: own[k][BODY] for k in cohort})
         present = sum(counts.values())
         new = sum(sums.values()) / present.clamp_min(1)[:, None]
         means = new if means is None else torch.where(present[:, None] > 0, new, means)
@@ -110,9 +106,7 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
         for row, k in zip(torch.from_numpy(alpha), cohort, strict=True):
             mixtures[k] = row @ heads
     assert float((result.vector - x).abs().max()) < EXACT
-    states = client_states(tmp_path / "run")
-    for k, v in own.items():
-        assert float((states[k]["model"] - v).abs().max()) < EXACT
+    check_client_models(tmp_path / "run", own)
 
 
 def test_without_pull_and_mixing_it_is_fedrep_weighted_by_samples():
@@ -207,12 +201,3 @@ def test_bytes_are_those_of_body_heads_and_class_means():
     head = SIZE - BODY.stop
     assert summary["bytes_up"] == visits * (BODY.stop + head + 2 * means + CLASSES + 1) * 8
     assert summary["bytes_down"] == (visits * BODY.stop + 12 * (head + means + CLASSES)) * 8
-
-
-@pytest.mark.parametrize(
-    "other", ["fedrep", "fedper", "fedbn", "ft", "ditto", "scaffold", "ccvr", "median", "dp:noise=1"]
-)
-def test_rules_with_another_shared_part_or_personal_model_are_rejected(other):
-    for expression in (f"fedpac+{other}", f"{other}+fedpac"):
-        with pytest.raises(MethodConflictError):
-            method(expression)

@@ -11,20 +11,19 @@ from support.batch_loop import (
     HIDDEN,
     LR,
     MOMENTUM,
-    client_states,
+    average,
+    check_client_models,
+    features,
     flat,
     local,
     run,
     skewed,
     two_layers,
 )
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.fedrod import FedRoD
-from unskew.methods.registry import method
 
 EXACT = 1e-12
 HEAD = CLASSES * HIDDEN + CLASSES
@@ -34,8 +33,8 @@ PERSONAL = slice(SHARED.stop, SHARED.stop + HEAD)
 
 def losses(v, x, y, counts, gamma):
     """The losses of the generic and of the personal head at the parameters ``v [d]``."""
-    w, b, g, c, p, e = torch.split(v, [HIDDEN * FEATURES, HIDDEN] + 2 * [CLASSES * HIDDEN, CLASSES])
-    a = torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
+    g, c, p, e = torch.split(v[BODY.stop :], 2 * [CLASSES * HIDDEN, CLASSES])
+    a = features(v, x)
     generic = a @ g.view(CLASSES, HIDDEN).T + c
     personal = generic.detach() + a.detach() @ p.view(CLASSES, HIDDEN).T + e
     return cross_entropy(generic + gamma * torch.log(counts), y), cross_entropy(personal, y)
@@ -64,16 +63,12 @@ def test_a_run_is_the_papers_loop(gamma, participation, tmp_path):
             start = own.get(k, with_personal_head()).clone()
             start[SHARED] = x[SHARED]
             own[k] = local(start, batches, lambda v, u, y, n=counts[k]: slope(v, u, y, n, gamma), LR, MOMENTUM, DECAY)
-        size = {k: fed.clients[k].num_samples for k in cohort}
         x = x.clone()
-        x[SHARED] = sum(size[k] * own[k][SHARED] for k in cohort) / sum(size.values())
+        x[SHARED] = average(fed, {k: own[k][SHARED] for k in cohort})
     assert float((result.vector - x).abs().max()) < EXACT
     assert not result.vector[PERSONAL].any()
-    states = client_states(tmp_path / "run")
-    assert set(states) == set(own)
-    for k, v in own.items():
-        assert float((states[k]["model"] - v).abs().max()) < EXACT
-        assert states[k]["model"][PERSONAL].any()
+    check_client_models(tmp_path / "run", own)
+    assert all(v[PERSONAL].any() for v in own.values())
 
 
 def test_with_equal_class_counts_the_generic_model_is_that_of_fedavg():
@@ -96,21 +91,6 @@ def test_bytes_are_those_of_the_model_without_the_personal_head():
     summary = run("fedrod", 0.5, model=two_layers())[0].summary
     assert summary["parameters"] == PERSONAL.stop
     assert summary["bytes_down"] == summary["bytes_up"] == 4 * 2 * SHARED.stop * 8
-
-
-def test_a_bare_linear_model_gets_two_heads_and_others_are_rejected():
-    bare, name = FedRoD().adapt(nn.Linear(3, 2, bias=False), "")
-    x = torch.randn(4, 3)
-    assert torch.equal(bare(x), bare.get_submodule(name).generic(x))
-    with pytest.raises(ConfigError, match="fedrod needs a model with a linear head"):
-        FedRoD().adapt(nn.Sequential(nn.Conv2d(1, 2, 1)), "0")
-
-
-@pytest.mark.parametrize("other", ["fedlc", "fedrs", "ditto", "ft", "apfl", "fedrep", "fedper", "fedbn", "scaffold"])
-def test_rules_with_another_loss_or_personal_model_are_rejected(other):
-    for expression in (f"fedrod+{other}", f"{other}+fedrod"):
-        with pytest.raises(MethodConflictError):
-            method(expression)
 
 
 def test_clients_with_one_class_train_only_the_personal_head_and_a_warning_says_so():

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from support import batch_loop
-from support.batch_loop import CLASSES, FEATURES, initial, local, logits, loss, skewed, two_layers
+from support.batch_loop import CLASSES, FEATURES, average, initial, local, logits, loss, skewed, two_layers
 from torch import nn
 
 from unskew.errors import MethodConflictError
@@ -43,9 +43,8 @@ def test_a_run_is_the_papers_loop(form, participation):
     result, cohorts = run(f"fedsol:rho={RHO},tau={TAU},form={form}", participation)
     v, fed = initial(), skewed()
     for cohort in cohorts:
-        size = {k: fed.clients[k].num_samples for k in cohort}
         ends = {k: local(v, batches, lambda u, x, y, v=v: perturbed(u, v, x, y, form)) for k, batches in cohort.items()}
-        v = sum(size[k] * ends[k] for k in cohort) / sum(size.values())
+        v = average(fed, ends)
     assert float((result.vector - v).abs().max()) < EXACT
 
 

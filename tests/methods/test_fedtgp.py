@@ -6,11 +6,9 @@ import numpy as np
 import pytest
 import torch
 from support.batch_loop import CLASSES, local, run, skewed
-from support.class_means import WIDTH, Watch, class_means, network, pulled_slope
+from support.class_means import WIDTH, Watch, class_means, network, pulled_slope, recorded_keys
 from torch.nn.functional import cross_entropy, relu
 
-import unskew
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.fedtgp import FedTGP, distances, draw_network
 from unskew.methods.own_models import PURPOSE
 from unskew.seeding import fold, uniform
@@ -22,14 +20,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:fedtgp exchanges no model")
 @pytest.fixture
 def keys(monkeypatch):
     """The server's keys of the rounds, from which it draws the first network and the order of class means."""
-    seen, update = [], FedTGP.server_update
-
-    def recorded(self, state, updates):
-        seen.append(updates.key)
-        return update(self, state, updates)
-
-    monkeypatch.setattr(FedTGP, "server_update", recorded)
-    return seen
+    return recorded_keys(monkeypatch, FedTGP)
 
 
 def parts(values):
@@ -152,25 +143,3 @@ def test_without_pull_clients_train_alone():
     run(["fedtgp:ld=0,epochs=1", free], 1.0, None, network())
     run(["fedproto:ld=0", alone], 1.0, None, network())
     assert all(torch.equal(a, b) for a, b in zip(free.models, alone.models, strict=True))
-
-
-def test_bytes_are_those_of_the_formula():
-    """Class means and a flag per class, in the first round only up."""
-    summary = run("fedtgp:epochs=1", 1.0, None, network())[0].summary
-    assert summary["bytes_up"] == 4 * 4 * (CLASSES * WIDTH + CLASSES) * 8
-    assert summary["bytes_down"] == 3 * 4 * (CLASSES * WIDTH + CLASSES) * 8
-
-
-@pytest.mark.parametrize(
-    "other", ["scaffold", "fedavgm", "fedrep", "ditto", "median", "topk", "dp:noise=1", "fedproto"]
-)
-def test_rules_that_need_a_common_model_are_rejected(other):
-    with pytest.raises(MethodConflictError):
-        unskew.method(f"fedtgp+{other}")
-
-
-def test_secure_aggregation_and_delays_are_rejected():
-    with pytest.raises(ConfigError, match="secure_aggregation"):
-        run("fedtgp", 1.0, None, network(), secure_aggregation="required")
-    with pytest.raises(ConfigError, match=r"network\.delay"):
-        run("fedtgp", 1.0, None, network(), network={"delay": "fixed:1"})

@@ -4,21 +4,7 @@ import math
 
 import pytest
 import torch
-from support.batch_loop import (
-    BODY,
-    CLASSES,
-    DECAY,
-    FEATURES,
-    HIDDEN,
-    LR,
-    MOMENTUM,
-    deep_loss,
-    flat,
-    local,
-    run,
-    skewed,
-    two_layers,
-)
+from support.batch_loop import BODY, CLASSES, HIDDEN, average, deep_loss, features, flat, local, run, skewed, two_layers
 from torch import nn
 
 import unskew
@@ -42,8 +28,7 @@ def terms(p, a):
 
 
 def outputs(v, x):
-    w, b, u, c = torch.split(v, [HIDDEN * FEATURES, HIDDEN, CLASSES * HIDDEN, CLASSES])
-    a = torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
+    a, (u, c) = features(v, x), torch.split(v[BODY.stop :], [CLASSES * HIDDEN, CLASSES])
     return (a @ u.view(CLASSES, HIDDEN).T + c).softmax(1), a
 
 
@@ -59,9 +44,7 @@ def test_a_run_is_the_papers_loop(participation):
 
     v, fed = flat(two_layers()), skewed()
     for cohort in cohorts:
-        size = {k: fed.clients[k].num_samples for k in cohort}
-        ends = {k: local(v, batches, slope, LR, MOMENTUM, DECAY) for k, batches in cohort.items()}
-        v = sum(size[k] * ends[k] for k in cohort) / sum(size.values())
+        v = average(fed, {k: local(v, batches, slope) for k, batches in cohort.items()})
     assert float((result.vector - v).abs().max()) < EXACT
 
 

@@ -1,6 +1,5 @@
 """GPFL against a loop over the paper's formulas, and in its limits."""
 
-import numpy as np
 import pytest
 import torch
 from support.batch_loop import (
@@ -9,7 +8,9 @@ from support.batch_loop import (
     FEATURES,
     HIDDEN,
     MOMENTUM,
-    client_states,
+    average,
+    check_client_models,
+    features,
     local,
     run,
     skewed,
@@ -19,9 +20,7 @@ from torch import nn
 from torch.nn.functional import cosine_similarity, cross_entropy, one_hot
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.gpfl import GPFL
-from unskew.methods.registry import method
 
 EXACT = 1e-12
 LAM, MU = 0.3, 0.05
@@ -49,16 +48,16 @@ def layer(numbers, condition):
     return (z - z.mean()) / (z.var(correction=0) + 1e-5).sqrt() * scale + shift
 
 
-def features(p, x, condition):
-    a = torch.tanh(x @ p["w"].view(HIDDEN, FEATURES).T + p["b"])
+def conditioned(p, x, condition):
+    a = features(torch.cat([p["w"], p["b"]]), x)
     return ((1 + layer(p["gamma"], condition)) * a + layer(p["beta"], condition)).clamp(min=0)
 
 
 def objective(v, x, y, received, lam=LAM, mu=MU):
     p, before = parts(v), received.view(CLASSES, HIDDEN)
     e = p["embeddings"].view(CLASSES, HIDDEN)
-    own = features(p, x, p["condition"].detach()) @ p["head"].view(CLASSES, HIDDEN).T + p["bias"]
-    generic = features(p, x, before.mean(0))
+    own = conditioned(p, x, p["condition"].detach()) @ p["head"].view(CLASSES, HIDDEN).T + p["bias"]
+    generic = conditioned(p, x, before.mean(0))
     cosine = cosine_similarity(generic[:, None], e[None], dim=2, eps=1e-12)
     pull = ((generic - before[y]) ** 2).sum().sqrt()
     decay = sum((p[name] ** 2).sum() for name in ("gamma", "beta", "embeddings"))
@@ -91,13 +90,9 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
 
             own[k] = local(v, batches, direction, RATE, MOMENTUM, DECAY)
             assert float((own[k][FROZEN] - personal).abs().max()) < EXACT
-        size = {k: fed.clients[k].num_samples for k in cohort}
-        x = torch.where(SHARED, sum(size[k] * own[k] for k in cohort) / sum(size.values()), begin)
+        x = torch.where(SHARED, average(fed, {k: own[k] for k in cohort}), begin)
     assert float((result.vector - x).abs().max()) < EXACT
-    states = client_states(tmp_path / "run")
-    assert set(states) == set(own)
-    for k, v in own.items():
-        assert float((states[k]["model"] - v).abs().max()) < EXACT
+    check_client_models(tmp_path / "run", own)
 
 
 @pytest.mark.parametrize(("lam", "mu"), [(1.0, 0.0), (0.0, 1.0)])
@@ -148,16 +143,3 @@ def test_bytes_are_those_of_all_but_the_head():
     summary = run("gpfl", model=two_layers())[0].summary
     size = HIDDEN * FEATURES + HIDDEN + 2 * HIDDEN**2 + 6 * HIDDEN + CLASSES * HIDDEN
     assert summary["bytes_up"] == summary["bytes_down"] == 4 * 4 * size * 8
-
-
-@pytest.mark.parametrize("other", ["fedrep", "fedper", "feddbe", "ditto", "scaffold", "dpsgd:noise=1"])
-def test_rules_with_another_shared_part_or_personal_model_are_rejected(other):
-    for expression in (f"gpfl+{other}", f"{other}+gpfl"):
-        with pytest.raises(MethodConflictError):
-            method(expression)
-
-
-def test_it_combines_with_a_proximal_term_and_server_momentum_and_needs_a_linear_head():
-    assert np.isfinite(run("gpfl+fedprox:mu=0.1+fedavgm", model=two_layers())[0].summary["accuracy"])
-    with pytest.raises(ConfigError, match="gpfl needs a model with a linear head"):
-        GPFL().adapt(nn.Sequential(nn.Conv2d(1, 2, 1)), "0")

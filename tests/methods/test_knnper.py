@@ -8,9 +8,7 @@ from support.batch_loop import BODY, CLASSES, FEATURES, HIDDEN, OPTIONS, flat, s
 from torch import nn
 
 import unskew
-from unskew.errors import ConfigError, MethodConflictError
 from unskew.methods.knnper import HeadWithNeighbors, KNNPer
-from unskew.methods.registry import method
 from unskew.serving.load import open_run
 
 EXACT = 1e-12
@@ -98,13 +96,3 @@ def test_a_certain_model_has_a_finite_loss():
         logits = head(torch.ones(1, 1))
     assert logits.argmax() == 0
     assert 80 < nn.functional.cross_entropy(logits, torch.tensor([1])) < 100
-
-
-def test_it_needs_a_linear_head_and_is_the_only_personal_model():
-    with pytest.raises(ConfigError, match="linear head, but its head is a Sequential"):
-        unskew.run(
-            skewed(), model=nn.Sequential(nn.Sequential(nn.Linear(FEATURES, CLASSES))), head="0", method="knnper"
-        )
-    for other in ("ditto", "ft", "fedbabu", "fedala"):
-        with pytest.raises(MethodConflictError):
-            method(f"knnper+{other}")

@@ -8,7 +8,7 @@ from support.batch_loop import (
     LR,
     MOMENTUM,
     Recorder,
-    client_states,
+    check_client_models,
     deep_loss,
     flat,
     run,
@@ -65,10 +65,7 @@ def test_a_run_is_the_papers_loop(name, participation, tmp_path):
         x = x.clone()
         x[part] = sum(count[k] * own[k][part] for k in cohort) / sum(count.values())
     assert float((result.vector - x).abs().max()) < EXACT
-    states = client_states(tmp_path / "run")
-    assert set(states) == set(own)
-    for k, v in own.items():
-        assert float((states[k]["model"] - v).abs().max()) < EXACT
+    check_client_models(tmp_path / "run", own)
 
 
 @pytest.mark.parametrize("tune", ["full", "head", "body"])

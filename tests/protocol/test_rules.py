@@ -14,7 +14,8 @@ from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
-from unskew.methods.registry import describe_all, method
+from unskew.methods.descriptions import describe_all
+from unskew.methods.registry import method
 from unskew.protocol.data_preparation import ClientPayloads, ServerPayload
 from unskew.protocol.rules import DataRule, ServerRule, SyncRule
 from unskew.protocol.updates import Aggregate

@@ -7,7 +7,7 @@ from support.tolerance import near
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
-from unskew.methods.registry import describe_all
+from unskew.methods.descriptions import describe_all
 from unskew.protocol.rules import ClientRule, ServerRule
 
 SIZES = [12, 20, 16]

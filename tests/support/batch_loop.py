@@ -77,11 +77,30 @@ def flat(model):
     return torch.cat([p.detach().double().flatten() for p in model.parameters()])
 
 
+def features(v, x):
+    """The features of ``two_layers`` at parameters that begin with those of its body."""
+    w, b = torch.split(v[BODY], [HIDDEN * FEATURES, HIDDEN])
+    return torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
+
+
 def deep_loss(v, x, y):
     """The cross-entropy of ``two_layers`` at the parameters ``v [d]``."""
-    w, b, u, c = torch.split(v, [HIDDEN * FEATURES, HIDDEN, CLASSES * HIDDEN, CLASSES])
-    hidden = torch.tanh(x @ w.view(HIDDEN, FEATURES).T + b)
-    return cross_entropy(hidden @ u.view(CLASSES, HIDDEN).T + c, y)
+    u, c = torch.split(v[BODY.stop :], [CLASSES * HIDDEN, CLASSES])
+    return cross_entropy(features(v, x) @ u.view(CLASSES, HIDDEN).T + c, y)
+
+
+def average(fed, vectors):
+    """The mean of vectors by client, weighted by the clients' samples."""
+    size = {k: fed.clients[k].num_samples for k in vectors}
+    return sum(size[k] * vectors[k] for k in vectors) / sum(size.values())
+
+
+def check_client_models(folder, models):
+    """Assert that clients keep these models, by client, after a run."""
+    states = client_states(folder)
+    assert set(states) == set(models)
+    for k, v in models.items():
+        assert float((states[k]["model"] - v).abs().max()) < 1e-12
 
 
 def client_states(folder):

@@ -54,3 +54,15 @@ def pulled_slope(known, ld):
         return torch.func.grad(objective)(v)
 
     return slope
+
+
+def recorded_keys(monkeypatch, rule):
+    """Return a list to which ``server_update`` of a class of rules appends its key in each round."""
+    keys, update = [], rule.server_update
+
+    def recorded(self, state, updates):
+        keys.append(updates.key)
+        return update(self, state, updates)
+
+    monkeypatch.setattr(rule, "server_update", recorded)
+    return keys

@@ -15,7 +15,7 @@ from unskew.cli.app import commands
 from unskew.config.experiment import Experiment
 from unskew.data.partition.parsing import PARTITIONS
 from unskew.data.sources.registry import SOURCES
-from unskew.methods.registry import describe_all
+from unskew.methods.descriptions import describe_all
 from unskew.models.registry import MODELS
 
 FILE = Path(__file__).parents[1] / "docs" / "public_api.json"

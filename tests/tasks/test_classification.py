@@ -20,8 +20,9 @@ from unskew.cli.comparison_tables import comparison_table
 from unskew.cli.tables import partition_table, summary_table
 from unskew.comparison.compare import compare
 from unskew.errors import ConfigError, DataError
+from unskew.methods.descriptions import describe_method
 from unskew.methods.fedcog.fedcog import FedCOG
-from unskew.methods.registry import METHODS, describe_method, rule_class
+from unskew.methods.registry import METHODS, rule_class
 from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import ClientRule
 from unskew.simulation.evaluate import Evaluator

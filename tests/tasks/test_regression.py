@@ -12,7 +12,8 @@ from support.tolerance import FEW, near
 
 import unskew
 from unskew.errors import ConfigError, DataError
-from unskew.methods.registry import METHODS, describe_method
+from unskew.methods.descriptions import describe_method
+from unskew.methods.registry import METHODS
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import comparison_table, fairness_table

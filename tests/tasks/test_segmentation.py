@@ -15,8 +15,9 @@ import unskew
 from unskew.data.spec import SegmentationSpec
 from unskew.errors import ConfigError, DataError
 from unskew.tasks.base import OUTSIDE
+from unskew.tasks.hausdorff_distance import hd95, mean_hd95
 from unskew.tasks.registry import TASKS
-from unskew.tasks.segmentation import SMOOTHING, Segmentation, hd95, mean_hd95
+from unskew.tasks.segmentation import SMOOTHING, Segmentation
 
 TASK = TASKS["segmentation"]
 

@@ -30,7 +30,8 @@ def methods(
     from unskew.cli.plugin_listing import plugin_data_and_partitions, plugin_methods
     from unskew.cli.tables import methods_table, print_method
     from unskew.methods.conflicts import conflicts, grouped_conflicts
-    from unskew.methods.registry import COMPOSITIONS, describe_method
+    from unskew.methods.descriptions import describe_method
+    from unskew.methods.registry import COMPOSITIONS
 
     if name is not None:
         row = describe_method(name)
@@ -82,7 +83,7 @@ def composition_rows(registered: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def described() -> list[dict[str, Any]]:
-    """Return ``unskew.methods.registry.describe_all()``, cached in the user's cache until the source files change.
+    """Return ``unskew.methods.descriptions.describe_all()``, cached in the user's cache until the source files change.
 
     Without the cache, the classes must be imported, and with them PyTorch, which takes most of the time.
     """
@@ -96,7 +97,7 @@ def described() -> list[dict[str, Any]]:
         rows: list[dict[str, Any]] = json.loads(cache_file.read_bytes())
         return rows
     except (OSError, ValueError):
-        from unskew.methods.registry import describe_all
+        from unskew.methods.descriptions import describe_all
 
         rows = json.loads(json.dumps(describe_all()))
     with contextlib.suppress(OSError, UnskewError):

@@ -13,7 +13,8 @@ def plugin_methods() -> list[dict[str, Any]]:
     """Describe the methods of other packages as ``methods.registry.describe_all`` does, with their ``package``."""
     rows: list[dict[str, Any]] = []
     for name, plugin in sorted(plugins.list_plugins(plugins.METHODS).items()):
-        from unskew.methods.registry import METHODS, describe_method
+        from unskew.methods.descriptions import describe_method
+        from unskew.methods.registry import METHODS
 
         if name in METHODS:
             _warn(

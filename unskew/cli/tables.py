@@ -316,7 +316,7 @@ def print_method(console: Console, row: Mapping[str, Any], conflicts: Mapping[st
 
     Args:
         console: Console to print to.
-        row: Description of the method, see ``unskew.methods.registry.describe_method``.
+        row: Description of the method, see ``unskew.methods.descriptions.describe_method``.
         conflicts: Names of the methods that it conflicts with, by reason.
     """
     reads = {"sum": "sums of updates", "individual": "single updates"}[row["needs"]]

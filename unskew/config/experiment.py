@@ -25,7 +25,8 @@ from unskew.data.spec import DataSpec, as_text_source, is_table, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import parse_names
-from unskew.methods.registry import method, own_diagnostics
+from unskew.methods.descriptions import own_diagnostics
+from unskew.methods.registry import method
 from unskew.models.names import HUB, parse_model
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.training_config import Training

@@ -77,21 +77,15 @@ def site_differences(
     """
     every = isinstance(federation.clients, ArrayClients) and len(federation.clients) <= MANY
     ids = list(range(len(federation.clients)) if every else measured)
-    clients = (federation.clients[k] for k in ids)
-    outcomes = federation.objective.compare_clients([torch.cat([c.y, c.y_test]) for c in clients])
-    return _site_differences(federation, ids, features).compared(outcomes)
-
-
-def _site_differences(federation: Federation, ids: Sequence[int], features: Sequence[str]) -> SiteDifferences:
     names, counts, center = input_columns(federation, features)
     wide = sum(count or 1 for count in counts) > WIDEST
     skipped = wide and not names
     n, gram = np.zeros(len(ids)), np.zeros(())
-    sums, squares = [], []  # of 1, the inputs and the targets
+    ys, sums, squares = [], [], []  # targets; sums of 1, the inputs and the targets
     for i, k in enumerate(ids):
         client = federation.clients[k]
-        y = torch.cat([client.y, client.y_test])
-        t = federation.objective.distribution(y, federation.classes).numpy()
+        ys.append(torch.cat([client.y, client.y_test]))
+        t = federation.objective.distribution(ys[-1], federation.classes).numpy()
         x = np.zeros((len(t), 0)) if skipped else input_values(torch.cat([client.x, client.x_test]), counts, center)
         values = np.column_stack([np.ones(len(t)), x, t])
         n[i], inputs = len(t), 1 + x.shape[1]
@@ -101,21 +95,22 @@ def _site_differences(federation: Federation, ids: Sequence[int], features: Sequ
     mean, total = np.stack(sums) / n[:, None].clip(1), np.stack(squares)
     absent = np.zeros((len(ids), len(names))) if federation.missing is None else federation.missing[ids]
     rows, everyone = site_rows(federation, ids, names, counts, n, absent, mean, total, inputs)
+    found = SiteDifferences(rows, everyone, {}, None, None).compared(federation.objective.compare_clients(ys))
     if inputs == mean.shape[1]:
-        return SiteDifferences(rows, everyone, {}, None, None)
+        return found
     pooled = n @ mean / n.sum()
     scatter = total.sum(0)[inputs:] - n.sum() * pooled[inputs:] ** 2
     between = n @ np.square(mean - pooled)[:, inputs:]
     shares = dict(zip(federation.names, (between / scatter.clip(1e-300)).tolist(), strict=True))
     label = share_between(between.sum(), scatter.sum(), scatter.sum(), n.sum(), len(n))
     if wide:
-        return SiteDifferences(rows, everyone, shares, label, None)
+        return replace(found, between=shares, label_between=label)
     # Residuals of least squares are linear in the values, so that their sums follow from those of the values.
     beta = linear_model(gram[:inputs])
     residual = mean[:, inputs:] - mean[:, :inputs] @ beta
     left = np.trace(gram[inputs:, inputs:]) - (beta * gram[:inputs, inputs:]).sum()
     unexplained = share_between(n @ np.square(residual).sum(1), left, scatter.sum(), n.sum(), len(n), inputs)
-    return SiteDifferences(rows, everyone, shares, label, unexplained)
+    return replace(found, between=shares, label_between=label, label_unexplained=unexplained)
 
 
 def site_rows(

@@ -25,12 +25,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import slices_mask
 from unskew.protocol.client_rule import Forward
-from unskew.protocol.rules import ClientRule, Context, SurveyTime, Tensors, Updates
+from unskew.protocol.rules import Context, SurveyTime, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range, one_of
 
@@ -49,7 +49,7 @@ class HeadWithShift(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedDBE(ClientRule, LocalHeadParameters):
+class FedDBE(HeadReplacement, LocalHeadParameters):
     """Personal bias and common mean of features.
 
     Attributes:
@@ -74,20 +74,9 @@ class FedDBE(ClientRule, LocalHeadParameters):
 
     # ---- before the run -------------------------------------------------------------------------------------------------
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add the bias of the features to the head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, HeadWithShift, self.name)
+    def new_head(self, linear: nn.Linear) -> HeadWithShift:
+        """Return the linear head with the bias of the features."""
+        return HeadWithShift(linear)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if no trained layer precedes the head."""
@@ -97,8 +86,7 @@ class FedDBE(ClientRule, LocalHeadParameters):
 
     def begin(self, ctx: Context) -> Tensors:
         """Initialize the mean feature to zero."""
-        shift = ctx.spec.parameters(ctx.v_global)[f"{ctx.spec.head_name}.shift"]
-        return {"r": torch.zeros_like(shift)} if self.mu < 1 else {}
+        return {"r": torch.zeros_like(head_parameters_of(ctx.spec, ctx.v_global)["shift"])} if self.mu < 1 else {}
 
     def loss(self, loss_fn: LossFn, ctx: Context, carry: Tensors) -> LossFn:
         """Add ``kappa mean_f 1/2 (r - g)^2``."""

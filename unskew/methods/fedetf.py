@@ -25,9 +25,8 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
+from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.logit_adjustment import LogitAdjustment
-from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.protocol.rules import Method
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import generator
@@ -65,7 +64,7 @@ def equal_angle_vectors(width: int, classes: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class FedETF(LogitAdjustment):
+class FedETF(LogitAdjustment, HeadReplacement):
     """Fixed classifier of equal angles.
 
     Attributes:
@@ -90,46 +89,31 @@ class FedETF(LogitAdjustment):
         """True if class counts do not change the logits."""
         return self.gamma == 0
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Replace the head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer, or there are more classes than ``width``.
-        """
-        return replace_linear_head(module, head, self.new_head, self.name)
-
-    def new_head(self, old: nn.Linear) -> EqualAngleHead:
+    def new_head(self, linear: nn.Linear) -> EqualAngleHead:
         """Return the head that replaces a linear one.
 
         Args:
-            old: The linear head.
+            linear: The linear head.
 
         Raises:
             ConfigError: If there are more classes than ``width``, or only one.
         """
-        classes = old.out_features
-        width = self.width or max(classes, old.in_features)
+        classes = linear.out_features
+        width = self.width or max(classes, linear.in_features)
         if classes < 2 or width < classes:
             remedy = f"Use width={classes} or more" if classes > 1 else "Use data with at least two classes"
             raise ConfigError(
                 f"fedetf needs two classes and class vectors of at least as many numbers, but there are {classes} classes "
                 f"and width={width}. {remedy}."
             )
-        return EqualAngleHead(old, width, self.scale)
+        return EqualAngleHead(linear, width, self.scale)
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that change the logits, or that replace or train the head alone."""
         for rule in method.rules:
             if rule.name in TRAIN_HEADS:
                 return f"{rule.name} trains the head of the model alone, but with fedetf the classifier is fixed. Remove one."
-            if isinstance(rule, LocalHeadParameters) and not isinstance(rule, LogitAdjustment):
+            if isinstance(rule, HeadReplacement) and not isinstance(rule, LogitAdjustment):
                 return f"{rule.name} and fedetf both replace the head of the model. Remove one of them."
         return super().conflict_with(method)
 

@@ -24,11 +24,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.logit_adjustment import LogitAdjustment, single_class_note
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec
 from unskew.protocol.rules import Context, Method, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
@@ -50,7 +49,7 @@ class TwoHeads(nn.Module):
 
 
 @dataclass(frozen=True)
-class FedRoD(LogitAdjustment, LocalHeadParameters):
+class FedRoD(LogitAdjustment, HeadReplacement, LocalHeadParameters):
     """Generic and personal heads on a shared body.
 
     Attributes:
@@ -66,20 +65,9 @@ class FedRoD(LogitAdjustment, LocalHeadParameters):
 
     gamma: Annotated[float, Field(gt=0)] = 1.0
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add the personal head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with both heads, and the name of the module that contains them.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, TwoHeads, self.name)
+    def new_head(self, linear: nn.Linear) -> TwoHeads:
+        """Return the linear head as the generic one, with a personal head."""
+        return TwoHeads(linear)
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject what rules with adjusted logits, or a shared part reject."""
@@ -105,23 +93,10 @@ class FedRoD(LogitAdjustment, LocalHeadParameters):
             loss = loss_fn(v, batch)
             logits, features = ctx.model(v, batch.x, batch.track)
             a = features.to(v.dtype)
-            z_g = linear(ctx.spec, v, "generic", a)
-            z_p = z_g.detach() + linear(ctx.spec, v, "personal", a.detach())
+            head = head_parameters_of(ctx.spec, v)
+            z_g = F.linear(a, head["generic.weight"], head.get("generic.bias"))
+            z_p = z_g.detach() + F.linear(a.detach(), head["personal.weight"], head.get("personal.bias"))
             heads = ctx.task.loss(self.adjust(z_g, ctx.client_info["counts"]), batch.y) + ctx.task.loss(z_p, batch.y)
             return loss + (heads - ctx.task.loss(logits, batch.y))
 
         return both
-
-
-def linear(spec: ModelSpec, v: Tensor, name: str, features: Tensor) -> Tensor:
-    """Compute the logits of one of the two heads, ``[B, C]``.
-
-    Args:
-        spec: Layout of the model.
-        v: Parameters, ``[d]``.
-        name: ``generic`` or ``personal``.
-        features: Input of the head, ``[B, f]``.
-    """
-    parameters = spec.parameters(v)
-    prefix = f"{spec.head_name}.{name}"
-    return F.linear(features, parameters[f"{prefix}.weight"], parameters.get(f"{prefix}.bias"))

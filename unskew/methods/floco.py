@@ -31,12 +31,12 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
+from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import slices_mask
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import START, ClientRule, Context, Tensors, Updates
+from unskew.protocol.rules import START, Context, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
@@ -67,7 +67,7 @@ class SimplexHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class Floco(ClientRule, LocalHeadParameters):
+class Floco(HeadReplacement, LocalHeadParameters):
     """A simplex of heads.
 
     Attributes:
@@ -90,20 +90,9 @@ class Floco(ClientRule, LocalHeadParameters):
 
     # ---- before the run -------------------------------------------------------------------------------------------------
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Replace the head by a mixture of heads.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, lambda linear: SimplexHead(linear, self.endpoints), self.name)
+    def new_head(self, linear: nn.Linear) -> SimplexHead:
+        """Return a mixture of heads."""
+        return SimplexHead(linear, self.endpoints)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that there are enough clients, and that the server can store their updates."""

@@ -28,12 +28,12 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec, slices_mask
+from unskew.models.spec import slices_mask
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Tensors
+from unskew.protocol.rules import START, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -57,7 +57,7 @@ class ConditionedHead(nn.Module):
 
 
 @dataclass(frozen=True)
-class GPFL(ClientRule, LocalHeadParameters):
+class GPFL(HeadReplacement, LocalHeadParameters):
     """Generic and personal features by conditions.
 
     Attributes:
@@ -79,20 +79,9 @@ class GPFL(ClientRule, LocalHeadParameters):
 
     # ---- before the run -------------------------------------------------------------------------------------------------
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add conditions and embeddings to the head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, ConditionedHead, self.name)
+    def new_head(self, linear: nn.Linear) -> ConditionedHead:
+        """Return the linear head with conditions and embeddings."""
+        return ConditionedHead(linear)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's training samples per class, which stay at the client."""
@@ -133,17 +122,6 @@ class GPFL(ClientRule, LocalHeadParameters):
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
         """Freeze the condition."""
         return carry["trained"]
-
-
-def head_parameters_of(spec: ModelSpec, v: Tensor) -> Tensors:
-    """Return the parameters of the head by their names within it.
-
-    Args:
-        spec: Layout of the model.
-        v: Parameters, ``[d]``.
-    """
-    prefix = f"{spec.head_name}."
-    return {name.removeprefix(prefix): p for name, p in spec.parameters(v).items() if name.startswith(prefix)}
 
 
 def layers(parameters: Tensors, name: str, condition: Tensor) -> Tensor:

@@ -25,18 +25,16 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.methods.client_features import features_of
+from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.body_head import replace_linear_head
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import START, ClientRule, Context, Tensors
+from unskew.protocol.rules import START, Context, Tensors
 from unskew.protocol.search_space import Space, uniform_range
 from unskew.seeding import fold, uniform
 
 PURPOSE = 6
 """Separates the draw of samples from other draws with a client's key."""
-STORE = ("keys", "labels")
-"""Parameters of the head that hold a client's samples."""
 
 
 class HeadWithNeighbors(nn.Module):
@@ -67,7 +65,7 @@ class HeadWithNeighbors(nn.Module):
 
 
 @dataclass(frozen=True)
-class KNNPer(ClientRule, LocalHeadParameters):
+class KNNPer(HeadReplacement, LocalHeadParameters):
     """The global model with a memory of the client's own samples.
 
     Attributes:
@@ -83,7 +81,7 @@ class KNNPer(ClientRule, LocalHeadParameters):
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
     needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True
-    local_parameters: ClassVar[tuple[str, ...]] = STORE
+    local_parameters: ClassVar[tuple[str, ...]] = ("keys", "labels")
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
 
@@ -92,20 +90,9 @@ class KNNPer(ClientRule, LocalHeadParameters):
     scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     capacity: Annotated[int, Field(ge=1)] = 1000
 
-    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Add the memory of samples to the head.
-
-        Args:
-            module: The model.
-            head: Name of its head.
-
-        Returns:
-            A copy of the model with the new head, and the head's name.
-
-        Raises:
-            ConfigError: If the head is not a linear layer.
-        """
-        return replace_linear_head(module, head, lambda old: HeadWithNeighbors(old, self), self.name)
+    def new_head(self, linear: nn.Linear) -> HeadWithNeighbors:
+        """Return the linear head with the memory of samples."""
+        return HeadWithNeighbors(linear, self)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the stored samples, without a copy."""
@@ -121,10 +108,9 @@ class KNNPer(ClientRule, LocalHeadParameters):
             drawn = uniform(fold(ctx.key, PURPOSE), (len(y),)).argsort()[: self.capacity].to(y.device)
         features = features_of(ctx, ctx.v_global, ctx.b_global, drawn)
         start = ctx.v_global.clone()
-        parameters = ctx.spec.parameters(start)  # views
-        keys, labels = (parameters[f"{ctx.spec.head_name}.{name}"] for name in STORE)
-        keys[: len(drawn)] = features
-        labels[: len(drawn)] = (y[drawn] + 1).to(labels)
+        head = head_parameters_of(ctx.spec, start)
+        head["keys"][: len(drawn)] = features
+        head["labels"][: len(drawn)] = y[drawn] + 1
         return {START: start}
 
     def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:

@@ -12,18 +12,18 @@ import hashlib
 import pickle
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from unskew import plugins
-from unskew.errors import ConfigError, MethodConflictError, short_repr
+from unskew.errors import ConfigError, short_repr
 from unskew.expressions import parse_expression
+from unskew.methods.composition import compose
 from unskew.option_parsing import (
     build_from_options,
     check_finite,
     import_from_path,
     import_own,
     option_defaults,
-    option_meanings,
 )
 
 if TYPE_CHECKING:
@@ -280,7 +280,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     if options:
         return _with_options(spec, options)
     if isinstance(spec, str):
-        total = _add([_parse_one(text) for text in check_expression(spec)])
+        total = compose([_parse_one(text) for text in check_expression(spec)])
         return dataclasses.replace(total, expression=spec.replace(" ", ""))
     from unskew.protocol.method import Method, method_of_rule
     from unskew.protocol.rule import Rule
@@ -299,7 +299,7 @@ def method(spec: MethodLike, **options: object) -> Method:
     parts = [method(item) for item in spec]
     if not parts:
         raise ConfigError("An empty list is not a method. Pass at least one.")
-    return dataclasses.replace(_add(parts), expression="+".join(p.expression or p.name for p in parts))
+    return dataclasses.replace(compose(parts), expression="+".join(p.expression or p.name for p in parts))
 
 
 def join_expression(rule: Rule) -> str:
@@ -359,103 +359,3 @@ def _with_options(spec: MethodLike, options: dict[str, object]) -> Method:
     rule = build_from_options(rule_class(name), options, name, f"{name}:")
     spelled = ",".join(f"{key}={short_repr(value, str)}" for key, value in options.items())
     return dataclasses.replace(method_of_rule(rule), expression=f"{spec}:{spelled}")
-
-
-def _add(parts: Sequence[Method]) -> Method:
-    from unskew.protocol.rules import Method
-
-    total = parts[0]
-    for other in parts[1:]:
-        filled: dict[str, object] = {}
-        for slot in ("sync", "aggregate", "server", "weights"):
-            own_rule, other_rule = getattr(total, slot), getattr(other, slot)
-            if own_rule is not None and other_rule is not None and own_rule != other_rule:
-                raise MethodConflictError(
-                    f"{total.name} and {other.name} both fill the slot {slot!r} with different settings; "
-                    "a composition can have only one of them."
-                )
-            filled[slot] = own_rule if own_rule is not None else other_rule
-        total = Method(
-            name=f"{total.name}+{other.name}",
-            data=total.data + other.data,
-            client=tuple(sorted(total.client + other.client, key=lambda rule: not rule.poisson_batches)),
-            **filled,  # type: ignore[arg-type]
-        )
-    slots = ([rule.name for rule in slot] for slot in (total.data, total.client))
-    twice = next((n for names in slots for n in names if names.count(n) > 1), None)
-    if twice is not None:
-        raise MethodConflictError(f"{twice} appears twice in {total.name}; write it once with the options you want.")
-    for stage in ("clip", "compress"):
-        codecs = [rule.name for rule in total.client if rule.encodes and rule.stage == stage]
-        if len(codecs) > 1:
-            what = "clip and protect" if stage == "clip" else "compress"
-            raise MethodConflictError(f"{codecs[0]} and {codecs[1]} both {what} what a client sends; use one of them.")
-    stages = {rule.stage: rule.name for rule in total.client if rule.encodes}
-    if {"clip", "compress"} <= stages.keys():
-        raise MethodConflictError(
-            f"A decoded update may be longer than the one that {stages['clip']} has clipped. Remove {stages['compress']}."
-        )
-    personal = [rule.name for rule in total.client if rule.has_personal_model or "final_training" in rule.needs]
-    if len(personal) > 1:
-        raise MethodConflictError(
-            f"{personal[0]} and {personal[1]} both define a client's personal model. Remove one of them."
-        )
-    needing = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
-    if needing is not None and total.sync is not None:
-        raise MethodConflictError(
-            f"{needing} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. "
-            "Remove one of them."
-        )
-    for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
-        reason = part.conflict_with(total) if part else None
-        if reason is not None:
-            raise MethodConflictError(reason)
-    return total
-
-
-def own_diagnostics() -> list[str]:
-    """Return the names of the diagnostics that registered methods define."""
-    from unskew.protocol.rules import ServerRule
-
-    classes = [rule_class(name) for name in METHODS]
-    metrics = [metric for cls in classes if issubclass(cls, ServerRule) for metric in cls.summary_metrics]
-    return sorted({metric.diagnosis for metric in metrics if metric.diagnosis is not None})
-
-
-def describe_all() -> list[dict[str, Any]]:
-    """Return the descriptions of all registered methods, see ``describe_method``."""
-    return [describe_method(name) for name in METHODS]
-
-
-def describe_method(name: str) -> dict[str, Any]:
-    """Describe a method: slots, summary, what the server needs, tasks, support of delays, options and paper.
-
-    ``options`` has the defaults of the options, ``meanings`` their descriptions.
-
-    Args:
-        name: Name or import path of the method.
-
-    Raises:
-        ConfigError: If there is no such method, or a plugin cannot be loaded.
-    """
-    from unskew.protocol.method import class_slots
-    from unskew.tasks.registry import tasks_with
-
-    cls = rule_class(name)
-    try:
-        rule = cls()
-        needs = "individual" if "individual" in rule.needs else "sum"
-        texts = {"summary": cls.summary, "paper": cls.paper}
-    except (AttributeError, TypeError) as error:  # a plugin with options that have no defaults
-        raise ConfigError(f"The method {name!r} cannot be described: {error}.") from error
-    return {
-        "name": name,
-        "slots": class_slots(cls),
-        "summary": texts["summary"],
-        "needs": needs,
-        "tasks": tasks_with(rule.needs),
-        "delays": cls.supports_delays,
-        "options": option_defaults(cls),
-        "meanings": option_meanings(cls),
-        "paper": texts["paper"],
-    }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
@@ -32,17 +31,12 @@ def find_head(module: nn.Module, head: str | None, used: Sequence[str], pixels: 
             names = ", ".join(filter(None, modules))
             raise ConfigError(f"The model has no module {head!r} to use as head. Modules: {names}.")
         return head
-    for is_head in (is_pixelwise, is_convolution) if pixels else (is_linear,):
+    for is_head in (is_pixelwise, is_convolution) if pixels else (lambda m: isinstance(m, nn.Linear),):
         heads = [n for n in used if is_head(modules[n])] or [n for n, m in modules.items() if is_head(m)]
         if heads:
             return heads[-1]
     kind = "convolution" if pixels else "linear layer"
     raise ConfigError(f"The model has no {kind} to use as head. Choose a module with head='module.name'.")
-
-
-def is_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer."""
-    return isinstance(module, nn.Linear)
 
 
 def is_convolution(module: nn.Module) -> bool:
@@ -102,31 +96,6 @@ def slices_where(names: Sequence[str], sizes: Sequence[int], wanted: Callable[[s
     """
     spans = zip(names, pairwise(accumulate(sizes, initial=0)), strict=True)
     return merge_slices([slice(*span) for name, span in spans if wanted(name)])
-
-
-def replace_linear_head(
-    module: nn.Module, head: str, replacement: Callable[[nn.Linear], nn.Module], method: str
-) -> tuple[nn.Module, str]:
-    """Return a copy of a model with another head, and the name of that head.
-
-    Args:
-        module: The model.
-        head: Name of its head; empty if the model is only a head.
-        replacement: Returns the new head for the old one.
-        method: Name of the method that needs it, for the error.
-
-    Raises:
-        ConfigError: If the head is not a linear layer.
-    """
-    module = copy.deepcopy(module)
-    old = module.get_submodule(head)
-    if not isinstance(old, nn.Linear):
-        raise ConfigError(f"{method} needs a model with a linear head, but its head is a {type(old).__name__}.")
-    if not head:
-        return nn.Sequential(replacement(old)), "0"
-    parent, _, name = head.rpartition(".")
-    setattr(module.get_submodule(parent), name, replacement(old))
-    return module, head
 
 
 def merge_slices(slices: list[slice]) -> tuple[slice, ...]:

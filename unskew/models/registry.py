@@ -60,7 +60,7 @@ class ModelEntry:
 
     @property
     def reads_categories(self) -> bool:
-        """Whether the model learns weights for each category, so that its constructor needs `categories`."""
+        """True if the model learns weights for each category, so that its constructor needs `categories`."""
         return any(parameter.name == "categories" for parameter in _parameters(self.constructor))
 
 

@@ -65,13 +65,14 @@ def evaluate_final_model(
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
     warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
     curves = task.curves(y, scores, wanted)
-    if task.draws_clients:
-        curves["km"] = [task.client_curve("test set", y, scores), *client_curves(evaluator, server)]
+    curve_of_all = task.client_curve("test set", y, scores)
+    if curve_of_all is not None:
+        curves["km"] = [curve_of_all, *client_curves(evaluator, server)]
         warning = few_events_warning(federation)
     return FinalEvaluation(fields, curves, warning)
 
 
-def client_curves(evaluator: Evaluator, server: Server) -> list[dict[str, Any]]:
+def client_curves(evaluator: Evaluator, server: Server) -> list[dict[str, Any] | None]:
     """Return the curves of the clients with the most held-out samples.
 
     Args:

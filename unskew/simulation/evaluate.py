@@ -271,7 +271,7 @@ class Evaluator:
             if logits_list is not None and (self.metrics or self.task.ranked):
                 y = torch.cat(targets).to(self.model.device)
                 pooled_metrics |= self._of_all(logits_list, y, "the held-out samples of the clients")
-            if not self.task.ranked:  # otherwise the primary metric of all samples is no mean over clients
+            if not self.task.ranked:  # otherwise the primary metric of all samples is not a mean over clients
                 pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
 

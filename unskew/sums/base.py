@@ -197,9 +197,9 @@ class SumKind:
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
     masked_only: ClassVar[bool] = False
-    """Whether a site sends the sums only under secure aggregation."""
+    """True if a site sends the sums only under secure aggregation."""
     uses_labels: ClassVar[bool] = True
-    """Whether the sums depend on which columns are the labels, so that experiments with other ones get other replies."""
+    """True if the sums depend on which columns are the labels, so that experiments with other ones get other replies."""
     scores_model: ClassVar[bool] = False
     """Whether the kind scores a model on held-out rows, which ``evaluate`` in ``site.yaml`` allows, only as masked sums."""
 

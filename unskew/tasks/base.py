@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -11,8 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError
+from unskew.tasks.constants import TaskConstants
 from unskew.tasks.metrics import MetricSet, Statistic, custom_metric_value
+from unskew.tasks.targets import TaskTargets
 
 PROVIDED = {
     "one_class": "one class per sample",
@@ -23,11 +25,8 @@ PROVIDED = {
 OUTSIDE = 255
 """Class of pixels without truth, such as those outside of an image that was moved."""
 
-Ask = Callable[[str, Mapping[str, Any], Mapping[str, Tensor]], dict[str, Tensor]]
-"""Maps the kind, the arguments and the constants of a federated sum to the sums over the training rows of all clients."""
 
-
-class Task:
+class Task(TaskTargets, TaskConstants):
     """Interface of a task. ``C`` is the number of classes or labels, ``B`` the number of samples in a batch.
 
     Nothing outside this package asks which task it has: a new task is a subclass and an entry of ``TASKS``. A task that
@@ -35,40 +34,14 @@ class Task:
     label) and their probabilities. With these, divergences between two models are computed in the same way.
     """
 
-    name: ClassVar[str]
-
-    provides: ClassVar[frozenset[str]] = frozenset()
-    """Names of ``PROVIDED``; methods that need others do not support the task."""
-
-    numeric_labels: ClassVar[bool] = False
-    """True if the labels of a table are columns of numbers, so that the configuration must name the task."""
-
-    coded_labels: ClassVar[tuple[int, ...]] = ()
-    """Positions of label columns that need not have numbers, because ``encode_column`` reads them."""
-
-    label_order: ClassVar[str] = ""
-    """Order of the label columns of a table, in words; empty if any order is right."""
-
-    standardized: ClassVar[bool] = False
-    """True if ``standardize`` needs mean and standard deviation of all clients' targets."""
-
-    section: ClassVar[str] = ""
-    """Name of the section of the configuration with the task's options, a field of ``DataSpec``; empty if it has none."""
-
     least: ClassVar[float] = 0.0
     """Lowest value of the primary metric."""
-
-    tokens: ClassVar[bool] = False
-    """True if inputs and targets are token ids, padded with -1, so that the outputs have no names."""
-
-    pixels: ClassVar[bool] = False
-    """True if targets are one class per pixel, ``[n, *sides]``, which move with their images."""
 
     weighted: ClassVar[bool] = False
     """True if ``with_weights`` supports class weights."""
 
     output_kind: ClassVar[str] = "probabilities"
-    """What ``outputs`` returns, as one word."""
+    """Kind of ``outputs``, as one word."""
 
     loss_options: ClassVar[tuple[str, ...]] = ()
     """Values of the option ``loss`` besides ``auto``; ``huber:DELTA`` stands for the name with any number."""
@@ -78,9 +51,6 @@ class Task:
 
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
-
-    draws_clients: ClassVar[bool] = False
-    """True if ``client_curve`` returns a curve."""
 
     outcome: ClassVar[str] = ""
     """Name of the outcome whose share is the sum of the means of ``distribution``; empty if there is none."""
@@ -98,7 +68,7 @@ class Task:
     """Name of the model whose coefficients have intervals (``coefficients``); empty if there is none."""
 
     ratio: ClassVar[str] = ""
-    """What the exponential of such a coefficient multiplies: ``odds`` or ``hazard``."""
+    """Quantity that the exponential of such a coefficient multiplies: ``odds`` or ``hazard``."""
 
     requestable: ClassVar[tuple[str, ...]] = ()
     """Metrics that ``metrics_of_all`` computes if a run requests them."""
@@ -114,94 +84,6 @@ class Task:
 
     std: tuple[float, ...] = ()
     """Standard deviation of each target, if targets are standardized."""
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the outputs, if the task and not the data define them; otherwise empty."""
-        return ()
-
-    @property
-    def fits(self) -> bool:
-        """Whether ``fit`` must be called before training, because constants of the task come from sums over the clients."""
-        return False
-
-    def configured(self, options: Any) -> Task:
-        """Return the task with options of the configuration.
-
-        Args:
-            options: The section ``section`` of the configuration.
-
-        Raises:
-            ConfigError: If options contradict each other.
-        """
-        return self
-
-    @property
-    def of_one_site(self) -> Task:
-        """Task that can be fitted to the data of a single site, for checks before all sites are known."""
-        return self
-
-    def asks(self, kind: str, args: Mapping[str, Any]) -> bool:
-        """Return whether ``fit`` may ask a client for a sum, whatever its data are.
-
-        Args:
-            kind: Name of the kind.
-            args: Arguments of the request.
-        """
-        return False
-
-    def accepts(self, constants: Mapping[str, Sequence[float]]) -> str:
-        """Return why constants cannot be those of this task after ``fit``; empty if they can.
-
-        A site compares what a server sends with its experiment, so that the server cannot choose constants that reveal rows.
-
-        Args:
-            constants: Constants of a task, from ``with_constants``.
-        """
-        return f"the task {self.name} has no constants" if constants else ""
-
-    def named(self, names: Sequence[str]) -> Task:
-        """Return the task with the names of its outputs, if its metrics have them.
-
-        Args:
-            names: Names of the classes, labels or targets.
-        """
-        return self
-
-    def fit(self, ask: Ask) -> Task:
-        """Return the task with constants from sums over the clients, if ``fits``.
-
-        Args:
-            ask: Returns sums over the training rows of all clients, whose targets, as ``read`` returns them, are their ``y``.
-
-        Raises:
-            DataError: If no task can be fitted to these sums.
-        """
-        return self
-
-    @property
-    def exclusive(self) -> bool:
-        """Whether no sample counts for several labels."""
-        return "one_class" in self.provides or "counts" not in self.provides
-
-    @property
-    def constants(self) -> dict[str, tuple[float, ...]]:
-        """Constants from the data that predictions need, for files and messages."""
-        return {}
-
-    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
-        """Return the task of a trained model.
-
-        Args:
-            constants: Constants of the task for which it was trained.
-            classes: Number of outputs.
-
-        Raises:
-            ValueError: If these are not the constants of such a task.
-        """
-        if constants:
-            raise ValueError(f"the task {self.name} has no constants")
-        return self
 
     def with_loss(self, loss: str) -> Task:
         """Return the task with another loss.
@@ -224,83 +106,6 @@ class Task:
             ConfigError: If the loss has no class weights.
         """
         raise NotImplementedError
-
-    def recoded(self, y: Tensor, who: str) -> Tensor:
-        """Return targets of an array with the values that ``read`` expects, if the configuration names other ones.
-
-        Args:
-            y: Targets as the user wrote them.
-            who: Owner of the targets, for errors.
-        """
-        return y
-
-    def read(self, y: Tensor, who: str) -> Tensor:
-        """Return targets in the shape and type of the task.
-
-        Args:
-            y: Targets as they were passed.
-            who: Name of the data, for errors.
-
-        Raises:
-            DataError: If shape or values do not match the task.
-        """
-        raise NotImplementedError
-
-    def check_labels(self, names: Sequence[str]) -> None:
-        """Validate the number of label columns of a table, if labels are numbers.
-
-        Args:
-            names: Names of the label columns.
-
-        Raises:
-            ConfigError: If the task needs another number of columns.
-        """
-
-    def encode_column(self, index: int, name: str, values: Sequence[object], where: str) -> np.ndarray:
-        """Return the numbers of a label column of a table, ``[n]``, if its position is in ``coded_labels``.
-
-        Args:
-            index: Position of the column among the label columns.
-            name: Name of the column.
-            values: Values of the column; None where one is missing.
-            where: Name of the data, for errors.
-
-        Raises:
-            DataError: If a value is missing or not valid.
-        """
-        raise NotImplementedError
-
-    def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
-        """Validate that targets match the number of classes.
-
-        Args:
-            y: Targets from ``read``.
-            classes: Number of classes, labels, tokens or targets.
-            who: Name of the data, for errors.
-            x: Inputs of the samples.
-
-        Raises:
-            DataError: If the targets do not match.
-        """
-        if y.dim() == 2 and y.shape[1] != classes:
-            raise DataError(f"The labels of {who} have {y.shape[1]} columns, but there are {classes} labels.")
-
-    def num_outputs(self, ys: Sequence[Tensor]) -> int:
-        """Return the number of outputs for targets of all clients and the test set."""
-        return ys[0].shape[1] if ys[0].dim() > 1 else 1
-
-    def standardize(self, y: Tensor) -> Tensor:
-        """Return targets from ``read`` as a federation stores them."""
-        return y
-
-    def distribution(self, y: Tensor, classes: int) -> Tensor:
-        """Return the numbers, ``[n, D]``, whose means describe the targets of a client, such as 0 and 1 for each class.
-
-        Args:
-            y: Targets, ``[n]`` or ``[n, L]``.
-            classes: Number of classes.
-        """
-        return y.reshape(len(y), -1).double()
 
     @property
     def unweighted(self) -> Task:
@@ -397,33 +202,6 @@ class Task:
         """
         raise NotImplementedError
 
-    def counts(self, y: Tensor, classes: int) -> Tensor:
-        """Count the samples of each class or label, ``[C]``.
-
-        Args:
-            y: Targets of all samples, ``[n]`` or ``[n, L]``.
-            classes: Number of classes.
-        """
-        raise NotImplementedError
-
-    def pairs(self, y: Tensor, classes: int) -> Tensor:
-        """Count the samples that have both of two labels, ``[C, C]``; the diagonal is ``counts``.
-
-        Args:
-            y: Targets of all samples, ``[n]`` or ``[n, L]``.
-            classes: Number of classes.
-        """
-        raise NotImplementedError
-
-    def targets(self, labels: Tensor, classes: int) -> Tensor:
-        """Return the targets of samples that have one label each.
-
-        Args:
-            labels: One label per sample, ``[B]``.
-            classes: Number of classes.
-        """
-        raise NotImplementedError
-
     def scores(self, logits: Tensor) -> Tensor:
         """Return the predictions that metrics of all samples need, ``outputs`` or, for one number per sample, ``[B]``."""
         return self.outputs(logits)
@@ -431,15 +209,6 @@ class Task:
     def truth(self, y: Tensor) -> Tensor:
         """Return the true values that correspond to ``scores``."""
         return y
-
-    def named_counts(self, y: Tensor, names: Collection[str]) -> dict[str, int]:
-        """Return the number of samples of each class or label by its name.
-
-        Args:
-            y: Targets, ``[n]`` or ``[n, L]``.
-            names: Names of all classes or labels.
-        """
-        return dict(zip(names, self.counts(y, len(names)).tolist(), strict=True))
 
     def constant(self, y: Tensor, classes: int) -> Tensor | None:
         """Return the best output that is the same for every input, ``[C]``; None if the task has none.
@@ -482,7 +251,7 @@ class Task:
         return {}
 
     def measure_all(self, y: np.ndarray, scores: np.ndarray) -> dict[str, float]:
-        """Compute the primary metric and metrics of ``extra_metrics`` that are no sums over samples; NaN if undefined.
+        """Compute the primary metric and metrics of ``extra_metrics`` that are not sums over samples; NaN if undefined.
 
         Args:
             y: True values, ``truth`` of the targets.
@@ -559,15 +328,15 @@ class Task:
         """
         return {}
 
-    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any]:
-        """Return the curve of the test set or of a client's held-out samples for the entry ``km`` of ``curves.json``.
+    def client_curve(self, name: str, y: np.ndarray, scores: np.ndarray) -> dict[str, Any] | None:
+        """Return the curve of the test set or of a client's held-out samples for ``curves.json``; None if the task has none.
 
         Args:
             name: Name of the samples.
             y: True values, as for ``metrics_of_all``.
             scores: Predictions, likewise.
         """
-        return {}
+        return None
 
     def compare_clients(self, ys: Sequence[Tensor]) -> dict[str, Any]:
         """Compare the targets of clients beyond their means; empty if there is nothing else to compare.

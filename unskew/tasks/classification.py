@@ -81,7 +81,7 @@ class Classification(Task):
         """Class weights of the training, if there are any."""
         return {"class_weights": self.weights} if self.weights else {}
 
-    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Classification:
         """Return the classification that corrects for the class weights of the training."""
         weights = tuple(constants.get("class_weights", ()))
         if {*constants} - {"class_weights"} or (weights and (len(weights) != classes or min(weights) <= 0)):

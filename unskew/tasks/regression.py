@@ -30,17 +30,6 @@ class Regression(Task):
     targets.
 
     Attributes:
-        name: Name of the task.
-        provides: What the task provides of a sample.
-        numeric_labels: Whether the labels of a table are columns of numbers.
-        standardized: Whether targets are standardized.
-        output_kind: What ``outputs`` returns.
-        loss_options: Values of the option ``loss``.
-        scored: Primary metric, R².
-        constant_name: Description of the prediction of ``constant``.
-        extra_metrics: Names of the metrics in addition to loss and R².
-        lower_is_better: Metrics whose lowest value over the rounds is reported as the best.
-        least: Lowest R².
         kind: Loss: ``mse``, ``mae`` or ``huber``.
         delta: Error at which the Huber loss becomes linear, in standard deviations.
         mean: Mean of each target over all clients' training samples, ``[T]``, in original units.
@@ -69,7 +58,7 @@ class Regression(Task):
         """Mean and standard deviation of each target."""
         return {"mean": self.mean, "std": self.std}
 
-    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Task:
+    def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Regression:
         """Return the regression of standardized targets."""
         mean, std = (tuple(constants.get(name, ())) for name in ("mean", "std"))
         if {*constants} - {"mean", "std"} or not len(mean) == len(std) == classes or min(std) <= 0:

@@ -2,8 +2,7 @@
 
 Loss of an image, with the softmax ``p``, the truth ``y`` and the foreground classes ``P`` that occur in the image:
 ``mean over pixels of w_y CE + weight (1 - mean over c in P of (2 sum p_c y_c + s) / (sum p_c + sum y_c + s))``.
-Soft Dice: Milletari, Navab, Ahmadi 2016, arXiv:1606.04797. HD95: Huttenlocher, Klanderman, Rucklidge 1993 (PAMI 15), with
-the 95th percentile.
+Soft Dice: Milletari, Navab, Ahmadi 2016, arXiv:1606.04797.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from torch import Tensor
 from unskew.errors import ConfigError, DataError
 from unskew.functorch_api import constant
 from unskew.tasks.base import OUTSIDE, Task
+from unskew.tasks.hausdorff_distance import mean_hd95
 from unskew.tasks.intervals import mean_statistic, sums_statistic
 from unskew.tasks.metrics import TINY, MetricSet, Statistic
 
@@ -37,14 +37,6 @@ class Segmentation(Task):
     with predicted or true pixels, 1 if there are none. All metrics but ``hd95`` follow from sums over images.
 
     Attributes:
-        name: Name of the task.
-        provides: What the task provides of a sample.
-        pixels: Whether targets are images.
-        section: Section of the configuration with the task's options.
-        loss_options: Values of the option ``loss``.
-        weighted: Whether the loss may have class weights.
-        scored: Primary metric, the mean Dice.
-        requestable: Metrics that a run may request.
         class_names: Names of the classes; empty numbers them.
         values: Gray value of each class in files of masks; empty means 0 to C - 1.
         ignore: Gray value of pixels without truth, or None.
@@ -406,38 +398,3 @@ def _logits_of(outputs: np.ndarray, y: np.ndarray, classes: int = 0) -> Tensor:
     if outputs.ndim == y.ndim:
         return (torch.from_numpy(outputs)[:, None] == torch.arange(classes).view(-1, *[1] * (y.ndim - 1))).double()
     return torch.from_numpy(outputs).double().clamp_min(TINY).log()
-
-
-def mean_hd95(predicted: np.ndarray, y: np.ndarray, classes: int) -> float:
-    """Compute the mean over images of the mean HD95 over foreground classes, in pixels.
-
-    Classes without predicted and true pixels are skipped. If one of both has none, the distance is the diagonal of the image.
-    NaN if all classes are skipped.
-
-    Args:
-        predicted: Predicted classes, ``[n, *sides]``.
-        y: True classes, ``[n, *sides]``; pixels without truth belong to no class.
-        classes: Number of classes.
-    """
-    images = []
-    for guess, truth in zip(np.where(y == OUTSIDE, OUTSIDE, predicted), y, strict=True):
-        pairs = [(guess == c, truth == c) for c in range(1, classes)]
-        distances = [hd95(*pair) for pair in pairs if pair[0].any() or pair[1].any()]
-        images += [np.mean(distances)] if distances else []
-    return float(np.mean(images)) if images else math.nan
-
-
-def hd95(one: np.ndarray, other: np.ndarray) -> float:
-    """Compute the larger of the two 95th percentiles of the distances between the borders of two regions.
-
-    Args:
-        one: Whether each pixel is in the first region.
-        other: Whether each pixel is in the second region.
-    """
-    from scipy.ndimage import binary_erosion, distance_transform_edt
-
-    if not one.any() or not other.any():
-        return math.hypot(*one.shape)
-    borders = [region & ~binary_erosion(region) for region in (one, other)]
-    ways = ((borders[0], borders[1]), (borders[1], borders[0]))
-    return max(float(np.percentile(distance_transform_edt(~to)[start], 95)) for start, to in ways)

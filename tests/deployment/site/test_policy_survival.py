@@ -1,4 +1,4 @@
-"""What a site sends of its survival times: cells of enough rows, one grid, and terms of the log-rank test only in sums."""
+"""Survival times at a site: it sends cells of enough rows, on one grid, and terms of the log-rank test only in sums."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""What a site refuses to sum for a lying server: few rows in a bin, second requests of a kind, and several last times."""
+"""Sums that a site rejects from a lying server: few rows in a bin, second requests of a kind, and several last times."""
 
 import numpy as np
 import pytest
@@ -89,7 +89,7 @@ def test_masked_coefficients_do_not_need_rows_in_each_bin_of_each_site(tmp_path)
 
 
 def test_the_effective_number_of_rows_is_that_of_all_bins_and_finite():
-    """Of 40 rows, 10 are at risk in the second bin."""
+    """The second bin has 10 of 40 rows at risk."""
     time = torch.cat([torch.full((30,), 1.0), torch.full((10,), 2.0)]).double()
     rows = ClientRows(x=torch.ones(40, 1), y=torch.stack([time, torch.ones(40).double()], 1))
     tensors = {

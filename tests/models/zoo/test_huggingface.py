@@ -26,7 +26,8 @@ from unskew.data.load import load_federation
 from unskew.data.readers.tokenization import make_tokenizer
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, DataError
-from unskew.methods.registry import METHODS, describe_method, method
+from unskew.methods.descriptions import describe_method
+from unskew.methods.registry import METHODS, method
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec

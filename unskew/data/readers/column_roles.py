@@ -70,12 +70,12 @@ class ColumnSelection(NamedTuple):
 
     @property
     def numeric(self) -> bool:
-        """Whether the label columns are numbers to predict."""
+        """True if the label columns are numbers to predict."""
         return self.objective is not None and self.objective.numeric_labels
 
     @property
     def masks(self) -> bool:
-        """Whether the label column has masks of images."""
+        """True if the label column has masks of images."""
         if self.task == "auto":
             return False
         from unskew.tasks.registry import TASKS
@@ -84,7 +84,7 @@ class ColumnSelection(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Return whether each column has a separate encoder that is fitted with global statistics."""
+        """True if each column has a separate encoder that is fitted with global statistics."""
         return bool(self.categories or self.dates) or self.missing != "error" or self.numeric
 
     def labels(self, label: str, columns: Collection[str]) -> tuple[str, ...]:

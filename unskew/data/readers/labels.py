@@ -111,7 +111,7 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -
         DataError: If a value is missing, infinite or not a number.
     """
     task.check_labels(columns)
-    coded = {columns[index]: index for index in task.coded_labels}
+    coded = [columns[index] for index in task.coded_labels]
     numbers = [column for column in columns if column not in coded]
     ys = []
     for where, part in parts.items():
@@ -134,7 +134,7 @@ def read_targets(parts: Mapping[str, Any], columns: Sequence[str], task: Task) -
                     f"{where}: the target column {column!r} has {len(bad)} missing or infinite values (first: row {bad[0]}, "
                     "counted from 0). Remove those rows."
                 )
-        targets |= {c: task.encode_column(i, c, part.column(c).to_pylist(), where) for c, i in coded.items()}
+        targets |= {name: task.encode_column(name, part.column(name).to_pylist(), where) for name in coded}
         ys.append(np.column_stack([targets[column] for column in columns]))
     return ys
 

@@ -39,7 +39,7 @@ def image_mask_folders(path: Path) -> dict[tuple[str, str], tuple[list[Path], li
         Files by site, empty without one, and part, ``train`` or ``test``.
 
     Raises:
-        DataError: If there is no such folder, or a pair is not complete.
+        DataError: If the folder has no images, or a folder ``images`` has no folder ``masks`` next to it.
     """
     pairs: dict[tuple[str, str], tuple[list[Path], list[Path]]] = {}
     unread = []
@@ -244,7 +244,7 @@ def gray_values(values: object, who: str) -> Tensor:
         who: Name of the data, for errors.
 
     Raises:
-        DataError: If a value is no such number.
+        DataError: If a value is not such a number.
     """
     y = as_tensor(values, f"The masks of {who} are not numeric")
     if y.numel() and not bool(((y >= 0) & (y <= OUTSIDE) & (y == y.to(torch.int64))).all()):

@@ -144,7 +144,7 @@ class SiteEvaluation:
 
     def _evaluated(self, name: str, request: Frame, state: SiteState) -> Frame:
         """Compute the metrics of a model; those of the reference ``local`` are stored with the model."""
-        work = alone(self.work) if name in ("local", "foreign") else self.work
+        work = self.work.alone if name in ("local", "foreign") else self.work
         v, b = train_alone(work) if name == "local" else requested_model(work, name, request, state)
         federation, y = work.original, work.data.y_test
         metric_set = every_metric(work, read_number(request.config, "level", 0.5, 0.9999))
@@ -264,12 +264,6 @@ def is_recall(key: str, label: str) -> bool:
         label: Name of the class.
     """
     return key in (f"{RECALL}{label}", f"{RECALL}{label}_low", f"{RECALL}{label}_high")
-
-
-def alone(work: SiteTrainer) -> SiteTrainer:
-    """Return the trainer of the reference ``local`` instead of the experiment's method."""
-    fields = {"method": "local", "buffers": "average", "client_weighting": "auto"}
-    return SiteTrainer(work.site, work.config.model_copy(update=fields), work.reference, work.samples)
 
 
 def train_alone(work: SiteTrainer) -> tuple[Tensor, Tensor]:

@@ -230,7 +230,8 @@ class StatisticsPolicy:
                     "unskew deploy forget site.yaml."
                 )
             records = records.model_copy(update={"data_schema": message.schema})
-        identity = reply_identity(kind, request, rows)
+        labels = rows.labels if kind.uses_labels else ()
+        identity = hashlib.sha256(json.dumps([request.digest, labels]).encode()).hexdigest()
         for reply in records.replies:
             if (reply.request, reply.epsilon) == (identity, rules.epsilon) and reply.data in message.same:
                 message.records = records
@@ -289,18 +290,6 @@ class StatisticsPolicy:
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
         return own, positions
-
-
-def reply_identity(kind: SumKind, request: SumRequest, rows: ClientRows) -> str:
-    """Return the digest by which a reply is stored: of the request, and of the label columns if the sums depend on them.
-
-    Args:
-        kind: Kind of the request.
-        request: Request in the form that is the same for all requests for the same statistic.
-        rows: Training rows of the site.
-    """
-    labels = rows.labels if kind.uses_labels else ()
-    return hashlib.sha256(json.dumps([request.digest, labels]).encode()).hexdigest()
 
 
 def small_cells(counts: Tensor, least: int, total: int | None) -> Tensor:

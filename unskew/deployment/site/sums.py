@@ -15,7 +15,6 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.load import task_of_spec
 from unskew.data.readers.encoders import category_counts
-from unskew.data.spec import DataSpec
 from unskew.deployment.common.data_schema import DataSchema
 from unskew.deployment.common.requests import check_hazard_ratios
 from unskew.deployment.secagg import exact_sums
@@ -52,13 +51,13 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
     Raises:
         ConfigError: If it does not need one of them, or needs one of them once but there are two.
     """
-    balanced = config.class_weights == "balanced"
+    balanced, task = config.class_weights == "balanced", task_of_spec(config.data_spec)
     needed = {"classes": balanced, "pixels": balanced, "fisher": config.coefficients}
     needed |= dict.fromkeys(("cross_products", "residuals"), False)  # harmonization is available in simulations only
     digests: dict[str, str] = {}
     for one in requests:
-        fits = fits_with(config.data_spec, one) if one.kind in FITTING else needed.get(one.kind, True)
-        if not fits:
+        fitted = task is not None and task.asks(one.kind, one.args)
+        if not (fitted if one.kind in FITTING else needed.get(one.kind, True)):
             raise ConfigError(f"The experiment that this site has agreed to does not need the sums {one.kind}.")
         kind = SUMS.get(one.kind)
         if kind is not None and not kind.permission and digests.setdefault(one.kind, one.digest) != one.digest:
@@ -67,17 +66,6 @@ def check_needed(requests: Sequence[SumRequest], config: Experiment) -> None:
             )
     if sum(SUMS[one.kind].scores_model for one in requests) > 1:
         raise ConfigError("A message asks for the scores of one model only.")
-
-
-def fits_with(spec: DataSpec, request: SumRequest) -> bool:
-    """Return whether the task of an experiment is fitted with a sum; this does not depend on the site's data.
-
-    Args:
-        spec: Data of the experiment.
-        request: Request for the sum.
-    """
-    task = task_of_spec(spec)
-    return task is not None and task.asks(request.kind, request.args)
 
 
 def record_fitting(requests: Sequence[SumRequest], ledger: SumsLedger, experiment: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -102,6 +103,12 @@ class SiteTrainer:
     def data(self) -> ClientData:
         """The site's samples before data rules were applied."""
         return self.original.clients[self.site.client]
+
+    @cached_property
+    def alone(self) -> SiteTrainer:
+        """Trainer of the reference ``local`` instead of the experiment's method."""
+        fields = {"method": "local", "buffers": "average", "client_weighting": "auto"}
+        return SiteTrainer(self.site, self.config.model_copy(update=fields), self.reference, self.samples)
 
     def with_data(self, data: ClientData) -> Federation:
         """Return the federation with other samples for this site."""

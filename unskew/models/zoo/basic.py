@@ -219,7 +219,7 @@ def check_choice(name: str, option: str, value: object, allowed: tuple[object, .
 
 
 def positive_widths(name: str, option: str, widths: object) -> list[int]:
-    """Return the widths of layers after validation (raises ``ConfigError`` if they are no positive integers).
+    """Return the widths of layers after validation (raises ``ConfigError`` if they are not positive integers).
 
     Args:
         name: Name of the model, for the error.
