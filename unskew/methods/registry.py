@@ -67,6 +67,7 @@ METHODS: dict[str, str] = {
     "fedtgp": "unskew.methods.fedtgp:FedTGP",
     "fedgh": "unskew.methods.fedgh:FedGH",
     "fedamp": "unskew.methods.fedamp:FedAMP",
+    "fedfomo": "unskew.methods.fedfomo:FedFomo",
     "fedals": "unskew.methods.fedals.fedals:FedALS",
     "ditto": "unskew.methods.ditto:Ditto",
     "apfl": "unskew.methods.apfl:APFL",
