@@ -22,7 +22,7 @@ SMALL_COHORT = {
 }
 """Methods that need many clients or options, as expressions for a few."""
 
-LORA = ("flora", "fedsa", "fedex")
+LORA = ("flora", "fedsa", "fedex", "hetlora")
 """Methods that need a model with LoRA factors."""
 
 QUICK = {

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.federations import QUICK
+from support.federations import LORA, QUICK
 from support.masks import SIDE, UNET, square_federation
 from support.slow import slow_but
 
@@ -46,7 +46,7 @@ REASONS = {
 """Methods that do not support segmentation, with the reason."""
 MODELS = {
     "fedpvr": "corrects linear layers, but the model has no trained ones",
-    **dict.fromkeys(("flora", "fedsa", "fedex"), "needs a model with LoRA factors"),
+    **dict.fromkeys(LORA, "needs a model with LoRA factors"),
 }
 """Methods that the U-Net does not support."""
 

@@ -1,4 +1,4 @@
-"""LoRA factors of a model, and the shared base of methods that add products of factors to its weights."""
+"""LoRA factors of a model, and the shared base of methods whose server combines them layer by layer."""
 
 from __future__ import annotations
 
@@ -19,8 +19,22 @@ ADAPTER = "default"
 """Name that peft gives to the factors of a layer."""
 
 
-class Factors(NamedTuple):
+class FactorPair(NamedTuple):
     """LoRA factors of one layer, as numbers of parameters of the model.
+
+    Attributes:
+        layer: Name of the layer.
+        a: Number of ``A``, ``[r, in]``.
+        b: Number of ``B``, ``[out, r]``.
+    """
+
+    layer: str
+    a: int
+    b: int
+
+
+class Factors(NamedTuple):
+    """LoRA factors and weight of one layer, as numbers of parameters of the model.
 
     Attributes:
         weight: Number of the weight ``W``.
@@ -46,14 +60,16 @@ class Factors(NamedTuple):
 
 
 class FactorProducts(ClientRule, SyncRule, AggregateRule):
-    """Base of methods in which clients train LoRA factors, whose products the server adds to the weights of the model."""
+    """Base of methods in which clients train LoRA factors, which the server combines or adds to the weights of the model."""
 
     needs = ("individual",)
+    merges: ClassVar[bool] = True
+    """Whether the server adds products to the weights, which are then part of the exchanged model."""
     conflict: ClassVar[str]
     """Reason why clients' updates and own models mean something else than in other methods, for errors."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Make the weights of layers with LoRA factors part of the exchanged model.
+        """Make the weights of layers with LoRA factors part of the exchanged model, if products are added to them.
 
         Args:
             module: Model with LoRA factors.
@@ -76,7 +92,7 @@ class FactorProducts(ClientRule, SyncRule, AggregateRule):
                 raise ConfigError(
                     f"{self.name} supports LoRA factors of linear layers only. Remove the others from lora.targets."
                 )
-            weight.requires_grad_(True)
+            weight.requires_grad_(self.merges)
         return module, head
 
     def conflict_with(self, method: Method) -> str | None:
@@ -131,13 +147,25 @@ def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
     """
     modules = dict(spec.module.named_modules())
     layers: list[Factors] = []
+    for layer, a, b in factor_pairs(spec):
+        weight, module = spec.names.index(f"{layer}.base_layer.weight"), modules[layer]
+        layers.append(Factors(weight, a, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
+    return tuple(layers)
+
+
+@lru_cache(maxsize=16)
+def factor_pairs(spec: ModelSpec) -> tuple[FactorPair, ...]:
+    """Return the LoRA factors of the model, also if the weights that they change are not part of it.
+
+    Args:
+        spec: Layout of a model with LoRA factors.
+    """
+    pairs = []
     for number, name in enumerate(spec.names):
         layer, _, rest = name.partition(".lora_A.")
         if rest:
-            weight, b = spec.names.index(f"{layer}.base_layer.weight"), spec.names.index(f"{layer}.lora_B.{rest}")
-            module = modules[layer]
-            layers.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
-    return tuple(layers)
+            pairs.append(FactorPair(layer, number, spec.names.index(f"{layer}.lora_B.{rest}")))
+    return tuple(pairs)
 
 
 @lru_cache(maxsize=16)
@@ -149,6 +177,7 @@ def weights_mask(spec: ModelSpec) -> Tensor:
     """
     mask = torch.zeros(spec.size, dtype=torch.bool)
     parameters = torch.split(mask, spec.sizes)
-    for layer in lora_layers(spec):
-        parameters[layer.weight][:] = True
+    for pair in factor_pairs(spec):
+        if (weight := f"{pair.layer}.base_layer.weight") in spec.names:
+            parameters[spec.names.index(weight)][:] = True
     return mask

@@ -88,6 +88,7 @@ METHODS: dict[str, str] = {
     "flora": "unskew.methods.flora:FLoRA",
     "fedsa": "unskew.methods.fedsa:FedSA",
     "fedex": "unskew.methods.fedex:FedEx",
+    "hetlora": "unskew.methods.hetlora:HetLoRA",
     "fedbn": "unskew.methods.fedbn:FedBN",
     "knnper": "unskew.methods.knnper:KNNPer",
     "ft": "unskew.methods.finetune:FineTune",
