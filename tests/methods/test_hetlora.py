@@ -73,6 +73,7 @@ class Scalars(torch.nn.Module):
     def __init__(self):
         super().__init__()
         self.layer = torch.nn.Module()
+        self.layer.scaling, self.layer.fan_in_fan_out = {"default": 1.0}, False
         for name, shape in (("lora_A", (2, 1)), ("lora_B", (1, 2))):
             factor = torch.nn.Module()
             factor.weight = torch.nn.Parameter(torch.zeros(shape, dtype=torch.float64))

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.methods.lora_factors import lora_layers
-from unskew.methods.lora_ranks import WEIGHT, RankedFactors, components, model_rank
+from unskew.methods.lora_ranks import WEIGHT, RankedFactors, components, first_components, model_rank
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, mask_slices
 from unskew.protocol.federation_info import FederationInfo
@@ -68,7 +68,7 @@ class FLoRA(RankedFactors):
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Send everything but the factors to clients, and everything but the weights ``W`` to the server."""
-        return exchanged(spec, self.rank_of(client, spec))
+        return without_factors(spec), first_components(spec, self.rank_of(client, spec))
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the ranks, if the clients have their own."""
@@ -127,12 +127,11 @@ def factors_mask(spec: ModelSpec) -> Tensor:
     return (rows >= 0) & (rows < WEIGHT)
 
 
-@lru_cache(maxsize=64)
-def exchanged(spec: ModelSpec, rank: int) -> tuple[Slices, Slices]:
-    """Return the slices that a client of some rank downloads and uploads.
+@lru_cache(maxsize=16)
+def without_factors(spec: ModelSpec) -> Slices:
+    """Return the slices of everything but the factors, which clients download.
 
     Args:
         spec: Layout of a model that ``FactorProducts.adapt`` returned.
-        rank: Rank of the client's factors.
     """
-    return mask_slices(~factors_mask(spec)), mask_slices(components(spec) < rank)
+    return mask_slices(~factors_mask(spec))

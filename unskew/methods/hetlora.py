@@ -27,10 +27,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.methods.lora_factors import factor_pairs
-from unskew.methods.lora_ranks import RankedFactors, components, model_rank
+from unskew.methods.lora_factors import lora_layers
+from unskew.methods.lora_ranks import RankedFactors, components, first_components, model_rank
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import ModelSpec, mask_slices
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import START, Combined, Context, Slices, Tensors, Updates
@@ -68,14 +68,7 @@ class HetLoRA(RankedFactors):
     lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate the ranks, and that the penalty has an effect.
-
-        Args:
-            run: Run to check, with its configuration, federation and model.
-
-        Raises:
-            ConfigError: If a rank is larger than the model's, the model has BatchNorm, or ``lam`` has no effect.
-        """
+        """Validate the ranks, and that the penalty has an effect."""
         if self.gamma == 1:
             check_no_effect(self, ("lam",), "with gamma=1")
         return super().check(run)
@@ -161,17 +154,6 @@ class HetLoRA(RankedFactors):
         return {"hetlora_rank": float(torch.where(ranks > 0, ranks, float(model_rank(spec))).mean())}
 
 
-@lru_cache(maxsize=64)
-def first_components(spec: ModelSpec, rank: int) -> Slices:
-    """Return the slices of the first components of all factors, and of parameters without factors.
-
-    Args:
-        spec: Layout of a model that ``FactorProducts.adapt`` returned.
-        rank: Number of components.
-    """
-    return mask_slices(components(spec) < rank)
-
-
 @lru_cache(maxsize=16)
 def factor_of_entries(spec: ModelSpec) -> Tensor:
     """Return the number of the factor of each entry, ``[d]``: ``2 l`` for ``A`` and ``2 l + 1`` for ``B`` of layer ``l``.
@@ -181,7 +163,7 @@ def factor_of_entries(spec: ModelSpec) -> Tensor:
     Args:
         spec: Layout of a model that ``FactorProducts.adapt`` returned.
     """
-    pairs = factor_pairs(spec)
+    pairs = lora_layers(spec)
     numbers = torch.full((len(spec.sizes),), 2 * len(pairs))
     for layer, pair in enumerate(pairs):
         numbers[pair.a], numbers[pair.b] = 2 * layer, 2 * layer + 1
@@ -196,7 +178,7 @@ def norm_products(spec: ModelSpec, v: Tensor, mask: Tensor) -> Tensor:
         v: Parameters, ``[d]``.
         mask: Entries of factors, boolean ``[d]``.
     """
-    count = 2 * len(factor_pairs(spec))
+    count = 2 * len(lora_layers(spec))
     squares = v.new_zeros(count + 1).index_add(
         0, factor_of_entries(spec).to(v.device), torch.where(mask, v, 0.0).square()
     )
@@ -215,7 +197,7 @@ def product_norm(spec: ModelSpec, v: Tensor) -> Tensor:
     """
     values = torch.split(v, spec.sizes)
     total = v.new_zeros(())
-    for pair in factor_pairs(spec):
+    for pair in lora_layers(spec):
         a, b = values[pair.a].view(spec.shapes[pair.a]), values[pair.b].view(spec.shapes[pair.b])
         total = total + ((b.T @ b) * (a @ a.T)).sum()  # ||B A||^2 without the product
     return total.clamp_min(0).sqrt()

@@ -19,25 +19,11 @@ ADAPTER = "default"
 """Name that peft gives to the factors of a layer."""
 
 
-class FactorPair(NamedTuple):
+class Factors(NamedTuple):
     """LoRA factors of one layer, as numbers of parameters of the model.
 
     Attributes:
-        layer: Name of the layer.
-        a: Number of ``A``, ``[r, in]``.
-        b: Number of ``B``, ``[out, r]``.
-    """
-
-    layer: str
-    a: int
-    b: int
-
-
-class Factors(NamedTuple):
-    """LoRA factors and weight of one layer, as numbers of parameters of the model.
-
-    Attributes:
-        weight: Number of the weight ``W``.
+        weight: Number of the weight ``W``; -1 if it is not part of the model.
         a: Number of ``A``, ``[r, in]``.
         b: Number of ``B``, ``[out, r]``.
         scale: Factor ``s`` of the product.
@@ -147,25 +133,13 @@ def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
     """
     modules = dict(spec.module.named_modules())
     layers: list[Factors] = []
-    for layer, a, b in factor_pairs(spec):
-        weight, module = spec.names.index(f"{layer}.base_layer.weight"), modules[layer]
-        layers.append(Factors(weight, a, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
-    return tuple(layers)
-
-
-@lru_cache(maxsize=16)
-def factor_pairs(spec: ModelSpec) -> tuple[FactorPair, ...]:
-    """Return the LoRA factors of the model, also if the weights that they change are not part of it.
-
-    Args:
-        spec: Layout of a model with LoRA factors.
-    """
-    pairs = []
     for number, name in enumerate(spec.names):
         layer, _, rest = name.partition(".lora_A.")
         if rest:
-            pairs.append(FactorPair(layer, number, spec.names.index(f"{layer}.lora_B.{rest}")))
-    return tuple(pairs)
+            base, b, module = f"{layer}.base_layer.weight", spec.names.index(f"{layer}.lora_B.{rest}"), modules[layer]
+            weight = spec.names.index(base) if base in spec.names else -1
+            layers.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
+    return tuple(layers)
 
 
 @lru_cache(maxsize=16)
@@ -177,7 +151,7 @@ def weights_mask(spec: ModelSpec) -> Tensor:
     """
     mask = torch.zeros(spec.size, dtype=torch.bool)
     parameters = torch.split(mask, spec.sizes)
-    for pair in factor_pairs(spec):
-        if (weight := f"{pair.layer}.base_layer.weight") in spec.names:
-            parameters[spec.names.index(weight)][:] = True
+    for layer in lora_layers(spec):
+        if layer.weight >= 0:
+            parameters[layer.weight][:] = True
     return mask

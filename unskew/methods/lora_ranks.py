@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.methods.lora_factors import FactorProducts, factor_pairs, weights_mask
-from unskew.models.spec import ModelSpec
+from unskew.methods.lora_factors import FactorProducts, lora_layers, weights_mask
+from unskew.models.spec import ModelSpec, mask_slices
+from unskew.protocol.rules import Slices
 from unskew.protocol.run_context import PreRunContext
 
 WEIGHT = 2**31 - 1
@@ -60,7 +61,7 @@ def model_rank(spec: ModelSpec) -> int:
     Args:
         spec: Layout of a model that ``FactorProducts.adapt`` returned.
     """
-    return spec.shapes[factor_pairs(spec)[0].a][0]
+    return spec.shapes[lora_layers(spec)[0].a][0]
 
 
 @lru_cache(maxsize=16)
@@ -75,8 +76,19 @@ def components(spec: ModelSpec) -> Tensor:
     numbers = torch.full((spec.size,), -1, dtype=torch.int32)
     numbers[weights_mask(spec)] = WEIGHT
     values = torch.split(numbers, spec.sizes)
-    for pair in factor_pairs(spec):
+    for pair in lora_layers(spec):
         row = torch.arange(spec.shapes[pair.a][0], dtype=torch.int32)
         values[pair.a].view(spec.shapes[pair.a])[:] = row[:, None]
         values[pair.b].view(spec.shapes[pair.b])[:] = row
     return numbers
+
+
+@lru_cache(maxsize=64)
+def first_components(spec: ModelSpec, rank: int) -> Slices:
+    """Return the slices of the first components of all factors, and of parameters without factors.
+
+    Args:
+        spec: Layout of a model that ``FactorProducts.adapt`` returned.
+        rank: Number of components.
+    """
+    return mask_slices(components(spec) < rank)
