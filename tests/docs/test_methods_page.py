@@ -117,6 +117,8 @@ def test_the_costs_of_methods_are_those_counted():
             "f": 8,
             "6f": 6 * 8,
             "M": 2,
+            "n": 3,
+            "nd": 3 * size,
             "MCf": 2 * 10 * 8,
             "2f²": 2 * 8 * 8,
             "w": 10,

@@ -13,7 +13,7 @@ exemplars; export; feddm client; fedetf classifier; fedgen client; generator; ge
  ifca models; initial model; keep_samples; key; logistic noise; logistic shuffle;
  logistic split; model draws; power iteration; quadratic order; quadratic problem;
  quadratic shuffle; server; server draws; server noise; shift noise; site noise;
- synthetic shuffle; tune {self.number}; unseen clients; vhl client; virtual set
+ synthetic shuffle; tune {self.number}; unseen clients; validation samples; vhl client; virtual set
 """
 FUNCTIONS = {"derive", "generator", "numpy_generator", "purpose_generator"}
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from support.federations import LORA, QUICK, blobs, small_budget, small_model
-from support.meta_device import COUNTED, NOT_HERE, Cohort, Counts
+from support.meta_device import COUNTED, NOT_HERE, TRAINED_ALONE, Cohort, Counts
 from support.recorded_operators import RecordedOperators
 from support.tolerance import assert_close
 
@@ -19,9 +19,7 @@ from unskew.protocol.messages import START
 
 ALONE = {
     **dict.fromkeys(LORA, "needs a model with LoRA factors"),
-    "fedala": "trains clients one at a time",
-    "fedas": "trains clients one at a time",
-    "knnper": "trains clients one at a time",
+    **dict.fromkeys(TRAINED_ALONE, "trains clients one at a time"),
     "center": "pools the clients",
     "fedssyn": "shares images",
 }

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.engine_methods import EARLY
+from support.federations import LORA
 from support.slow import slow_but
 from support.tolerance import TRAINING, assert_close
 
@@ -51,7 +52,7 @@ def test_each_method_trains_survival_or_says_what_it_needs(name):
         with pytest.raises(ConfigError, match="does not support the task 'survival'"):
             run(name, federation)
         return
-    if name in ("flora", "fedsa", "fedex"):
+    if name in LORA:
         with pytest.raises(ConfigError, match="LoRA"):
             run(name, federation)
         return

@@ -5,6 +5,8 @@ import re
 import numpy as np
 
 from unskew import Federation, ServerRule
+from unskew.methods.lora_factors import FactorProducts
+from unskew.methods.registry import METHODS, rule_class
 from unskew.testing import SmallBatchNorm
 from unskew.testing import small_federation as blobs
 
@@ -22,7 +24,7 @@ SMALL_COHORT = {
 }
 """Methods that need many clients or options, as expressions for a few."""
 
-LORA = ("flora", "fedsa", "fedex")
+LORA = ("fedsa", *(name for name in METHODS if issubclass(rule_class(name), FactorProducts)))
 """Methods that need a model with LoRA factors."""
 
 QUICK = {

@@ -44,15 +44,15 @@ def split(v):
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]
 
 
-def train(w, bias, parts, batches):
-    """Local SGD of factors and head; ``w`` is ``[out, in]``."""
+def train(w, bias, parts, batches, penalty=lambda a, b: 0.0):
+    """Local SGD of factors and head, with a penalty on the factors; ``w`` is ``[out, in]``."""
     parts = [p.clone().requires_grad_(True) for p in parts]
     optimizer = torch.optim.SGD(parts, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
     for x, y in batches:
         optimizer.zero_grad()
         a, b, head, head_bias = parts
         hidden = torch.tanh(x @ (w + SCALE * b @ a).T + bias)
-        cross_entropy(hidden @ head.T + head_bias, y).backward()
+        (cross_entropy(hidden @ head.T + head_bias, y) + penalty(a, b)).backward()
         optimizer.step()
     return [p.detach() for p in parts]
 

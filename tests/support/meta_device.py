@@ -9,21 +9,35 @@ from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.registry import METHODS
+from unskew.protocol.rules import survey_times
 from unskew.protocol.training_config import Training
 from unskew.tasks.registry import TASKS
 
 META = torch.device("meta")
-ENCODING = [name for name in METHODS if any(rule.encodes for rule in method(QUICK.get(name, name)).client)]
+
+
+def methods_where(declares):
+    """The methods with a client rule that declares something."""
+    return [name for name in METHODS if any(declares(rule) for rule in method(QUICK.get(name, name)).client)]
+
+
+def passes_over_data(rule):
+    """Return whether clients pass over all their data before or after local training."""
+    times = set(survey_times(rule))
+    return bool(times & {"received", "trained"}) or ("full_gradient" in rule.needs and "asked" not in times)
+
+
+ENCODING = methods_where(lambda rule: rule.encodes)
+TRAINED_ALONE = methods_where(lambda rule: rule.trains_alone)
 NOT_HERE = {
     **dict.fromkeys(LORA, "needs a model with LoRA factors"),
     "vhl": "has images that are generated before training",
     "feddm": "sends images of the classes that a client has",
     **dict.fromkeys(
-        ["mimelite", "ifca", "fedproto", "fedtgp", "fedgh", "qfedavg", "feddbe", "fedpac"],
-        "takes a pass over each client's data, one client after the other",
+        methods_where(passes_over_data), "takes a pass over each client's data, one client after the other"
     ),
     "dpsgd": "does not support the BatchNorm of this model",
-    **dict.fromkeys(["fedala", "fedas", "knnper"], "trains clients one at a time, which reads the device for each"),
+    **dict.fromkeys(TRAINED_ALONE, "trains clients one at a time, which reads the device for each"),
     **dict.fromkeys(["heterofl", "fedrolex"], "trains the clients of each rate as a group, which reads once per group"),
     **dict.fromkeys(ENCODING, "reads the device for each client, because encoded updates are bytes"),
 }

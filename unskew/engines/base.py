@@ -8,6 +8,7 @@ from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.engines.batches import BatchPlan
@@ -17,6 +18,7 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Buffers, Training
 from unskew.secret_draws import SecretKey
+from unskew.seeding import generator
 from unskew.tasks.base import Task
 
 
@@ -81,6 +83,32 @@ class EngineConfig:
         """Return the configuration of a client's run, and the broadcast with the client's number in that run."""
         return self, broadcast
 
+    @property
+    def validation(self) -> float:
+        """Share of a client's training samples that its batches omit: the largest one that a rule needs."""
+        return max((rule.validation for rule in self.rules), default=0.0)
+
+    def num_trained(self, num_samples: int) -> int:
+        """Return how many of a client's samples its batches contain: all but the validation samples, at least one.
+
+        Args:
+            num_samples: Number of samples of the client.
+        """
+        if not self.validation:
+            return num_samples
+        return max(min(num_samples, 1), num_samples - max(1, round(self.validation * num_samples)))
+
+    def split_samples(self, client: int) -> tuple[Tensor, Tensor]:
+        """Return the indices of a client's samples in its batches, and of its validation samples, both ascending.
+
+        Args:
+            client: Client number.
+        """
+        draws = generator(self.seed, "validation samples", client=client)
+        num_samples = self.federation.num_samples(client)
+        order, trained = torch.randperm(num_samples, generator=draws), self.num_trained(num_samples)
+        return order[:trained].sort().values, order[trained:].sort().values
+
     def batch_plan(self, round: int, client: int) -> BatchPlan:
         """Draw the batches of a client in a round.
 
@@ -89,10 +117,13 @@ class EngineConfig:
             client: Client number.
         """
         poisson = any(rule.poisson_batches for rule in self.rules)
-        num_samples = self.federation.num_samples(client)
-        return BatchPlan(
-            self.training, num_samples, self.seed, round, client, poisson, self.secret if poisson else None
-        )
+        secret = self.secret if poisson else None
+        trained = self.num_trained(self.federation.num_samples(client))
+        plan = BatchPlan(self.training, trained, self.seed, round, client, poisson, secret)
+        if self.validation:
+            rows, _ = self.split_samples(client)
+            plan.batches = [rows[index] for index in plan.batches]
+        return plan
 
 
 class Engine(Protocol):

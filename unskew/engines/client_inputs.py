@@ -134,7 +134,8 @@ class ClientInputs:
         """
         device, secret = self.setup.device, self.setup.secret
         v = self.initial_params(broadcast)
-        epoch = len(self.setup.training.cuts(self.setup.federation.num_samples(broadcast.client)))
+        trained = self.setup.num_trained(self.setup.federation.num_samples(broadcast.client))
+        epoch = len(self.setup.training.cuts(trained))
 
         def scalar(value: float) -> Tensor:
             return torch.tensor(float(value), dtype=v.dtype)

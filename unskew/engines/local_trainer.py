@@ -98,18 +98,22 @@ def single_sample_error(who: str, why: str = "") -> DataError:
 
 
 def check_batch_sizes(setup: EngineConfig) -> None:
-    """Validate that no client trains on a batch of one sample if BatchNorm cannot normalize it.
+    """Validate that clients have validation samples, and no batch of one sample if BatchNorm cannot normalize it.
 
     Args:
         setup: Configuration of an engine.
 
     Raises:
-        DataError: If a client does.
+        DataError: If a client has too few samples.
     """
     training, federation = setup.training, setup.federation
+    if setup.validation and 1 in federation.sizes:
+        title = federation.client_title(federation.sizes.tolist().index(1))
+        name = next(rule.name for rule in setup.rules if rule.validation)
+        raise DataError(f"{title} has one sample, of which {name} can keep none for validation. Give it more samples.")
     if any(rule.poisson_batches for rule in setup.rules) or not rejects_single_samples(setup.spec, setup.device):
         return
-    for client, size in enumerate(federation.sizes.tolist()):
+    for client, size in enumerate(map(setup.num_trained, federation.sizes.tolist())):
         lengths = [cut.stop - cut.start for cut in training.cuts(size)]
         if 1 in lengths and training.steps(size, client) > lengths.index(1):
             why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
@@ -189,7 +193,7 @@ class LocalTrainer:
     def surveys(
         self, when: SurveyTime, broadcast: Broadcast, inputs: dict[str, Any], v: Tensor, b: Tensor
     ) -> dict[str, Tensors]:
-        """Take the surveys of a model over all samples of a client; returns the sums by rule.
+        """Take the surveys of a model over the samples of a client; returns the sums by rule.
 
         Args:
             when: Time of the surveys.
@@ -203,7 +207,8 @@ class LocalTrainer:
             return {}
         ctxs = self.inputs.contexts(move_to(inputs, device), self.model, broadcast.round)
         client = setup.federation.clients[broadcast.client]
-        args = (self.model, self.inputs.normalize, client, v.to(device), b.to(device))
+        held = setup.split_samples(broadcast.client)[1] if setup.validation else None
+        args = (self.model, self.inputs.normalize, client, v.to(device), b.to(device), held)
         return take_surveys(when, setup.rules, ctxs, *args)
 
     def answer(self, broadcast: Broadcast) -> Update:

@@ -1,4 +1,4 @@
-"""Surveys: sums of a rule's function over all training samples of a client, in eval mode."""
+"""Surveys: sums of a rule's function over the training or validation samples of a client, in eval mode."""
 
 from __future__ import annotations
 
@@ -41,8 +41,9 @@ def take_survey(
     client: ClientData,
     v: Tensor,
     b: Tensor,
+    held: Tensor | None = None,
 ) -> Tensors:
-    """Return the sums of a rule's ``survey`` over all training samples of a client.
+    """Return the sums of a rule's ``survey`` over all training samples of a client, or its validation samples.
 
     Args:
         rule: The rule.
@@ -52,13 +53,15 @@ def take_survey(
         client: The client's data.
         v: Surveyed parameters, ``[d]``.
         b: Surveyed buffers, ``[m]``.
+        held: Indices of the client's validation samples, if it has any.
 
     Raises:
         ConfigError: If the rule does not return the same tensors for every chunk.
     """
     total: Tensors = {}
     buffers = b.clone()  # ``b`` may be a view of the model's buffers
-    for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
+    rows = held if held is not None and rule.validation else torch.arange(client.num_samples)
+    for index in torch.split(rows.to(client.y.device), CHUNK):
         x, y = normalize(take_rows(client.x, index)), client.y[index].to(v.device)
         batch = Batch(x, y, ctx.key, torch.tensor(0))
         sums = rule.survey(ctx, v, partial(forward, model, buffers), batch)
@@ -77,6 +80,7 @@ def take_surveys(
     client: ClientData,
     v: Tensor,
     b: Tensor,
+    held: Tensor | None = None,
 ) -> dict[str, Tensors]:
     """Return the sums of all rules that survey a model at this time, by rule.
 
@@ -89,9 +93,10 @@ def take_surveys(
         client: The client's data.
         v: Surveyed parameters, ``[d]``.
         b: Surveyed buffers, ``[m]``.
+        held: Indices of the client's validation samples, if it has any.
     """
     return {
-        rule.name: take_survey(rule, ctx, model, normalize, client, v, b)
+        rule.name: take_survey(rule, ctx, model, normalize, client, v, b, held)
         for rule, ctx in zip(rules, ctxs, strict=True)
         if when in survey_times(rule)
     }

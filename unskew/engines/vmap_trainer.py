@@ -50,8 +50,8 @@ def steps_per_client(setup: EngineConfig, broadcasts: Sequence[Broadcast]) -> li
         setup: Configuration of the engine.
         broadcasts: Messages from the server.
     """
-    num_samples, steps = setup.federation.num_samples, setup.training.steps
-    return [steps(num_samples(broadcast.client), broadcast.client) for broadcast in broadcasts]
+    sizes = [setup.num_trained(setup.federation.num_samples(broadcast.client)) for broadcast in broadcasts]
+    return [setup.training.steps(size, sent.client) for size, sent in zip(sizes, broadcasts, strict=True)]
 
 
 def schedule_groups(broadcasts: Sequence[Broadcast], steps: Sequence[int], most: int) -> list[list[int]]:

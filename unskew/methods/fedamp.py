@@ -27,8 +27,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError
-from unskew.methods.own_models import OwnModels
+from unskew.methods.stored_models import StoredModels
 from unskew.models.execution import Batch, GradFn
 from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
@@ -37,14 +36,12 @@ from unskew.protocol.rules import Context, Report, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
-LARGEST = 4_000_000_000
-"""Largest number of bytes of the models at the server."""
 NEGLIGIBLE = 1e-6
 """Weight of a model below which it has no influence."""
 
 
 @dataclass(frozen=True)
-class FedAMP(OwnModels):
+class FedAMP(StoredModels):
     """Attentive message passing.
 
     Attributes:
@@ -59,7 +56,6 @@ class FedAMP(OwnModels):
     name: ClassVar[str] = "fedamp"
     summary: ClassVar[str] = "own models, pulled towards a mixture of the models of similar clients"
     paper: ClassVar[str] = "Huang et al. 2021, arXiv:2007.03797"
-    needs = ("individual",)
     # From nearly equal weights to those of the nearest clients; from a weak pull to that of PFLlib.
     spaces: ClassVar[Mapping[str, Space]] = {"sigma": log_range(1.0, 100.0), "lam": log_range(0.01, 1.0)}
 
@@ -70,7 +66,7 @@ class FedAMP(OwnModels):
     own: Annotated[float, Field(ge=0, le=1)] | None = None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the server can store the clients' models; warn about negative weights.
+        """Validate the options, and that the server can store the clients' models; warn about negative weights.
 
         Args:
             run: Run to check, with its configuration, federation and model.
@@ -79,12 +75,6 @@ class FedAMP(OwnModels):
             ConfigError: If the models are too large, or an option has no effect.
         """
         clients = len(run.federation.clients)
-        needed = 4 * run.spec.size * clients
-        if needed > LARGEST:
-            raise ConfigError(
-                f"fedamp stores a model for each client at the server, which needs {needed / 1e9:.0f} GB here. Use fewer "
-                "clients or a smaller model."
-            )
         notes = list(super().check(run))
         if self.kernel == "exponential":
             check_no_effect(self, ("own",), "with kernel=exponential")
@@ -108,20 +98,12 @@ class FedAMP(OwnModels):
 
         return pulled
 
-    def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Upload the model, ``[1, d]``: of vectors ``[d]`` only the exchanged slices are sent."""
-        ctx.upload["model"] = v[None]
-
     # ---- at the server --------------------------------------------------------------------------------------------------
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
-        """Create space for the clients' models, ``[K, d]``, and masks of the known ones, ``[K]``.
-
-        One mask is on the CPU, where hooks read it for each client, and one is on the device of the models.
-        """
-        clients = federation_info.clients
-        known = torch.zeros(clients, dtype=torch.bool)
-        return {"models": v.new_zeros(clients, len(v)), "known": known, "mask": known.to(v.device)}
+        """Create space for the clients' models, and a second mask of the known ones on the device of the models."""
+        state = super().server_init(v, federation_info)
+        return {**state, "mask": state["known"].to(v.device)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the mixture, if the models of the client and of another one are known."""
@@ -132,11 +114,8 @@ class FedAMP(OwnModels):
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """Store the models of the round."""
-        new = {name: tensor.clone() for name, tensor in state.items()}
-        for update in updates:
-            new["models"][update.client] = update.upload[self.name]["model"][0]
-            new["known"][update.client] = new["mask"][update.client] = True
-        return new
+        new = super().server_update(state, updates)
+        return {**new, "mask": new["known"].to(new["mask"].device)}
 
     def report(self, state: Tensors, plan: RoundPlan) -> Report:
         """Return the largest weight of another client's model; warn if none has any influence."""

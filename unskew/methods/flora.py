@@ -18,7 +18,6 @@ every round.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -26,23 +25,20 @@ import torch
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.errors import ConfigError
-from unskew.methods.lora_factors import FactorProducts, lora_layers
+from unskew.methods.lora_factors import lora_layers
+from unskew.methods.lora_ranks import WEIGHT, RankedFactors, components, first_components, model_rank
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, mask_slices
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import START, Combined, Context, Slices, Tensors, Updates
-from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import fold, uniform
 
 PURPOSE = 7
 """Separates the draws of ``A`` from other draws with a client's key."""
-WEIGHT = 2**31 - 1
-"""Number of a component that no rank includes."""
 
 
 @dataclass(frozen=True)
-class FLoRA(FactorProducts):
+class FLoRA(RankedFactors):
     """Exact averages of LoRA updates, also with different ranks.
 
     Attributes:
@@ -58,18 +54,6 @@ class FLoRA(FactorProducts):
 
     ranks: str = ""
 
-    def __post_init__(self) -> None:
-        """Validate the ranks."""
-        if self.ranks and not all(part.isdecimal() and int(part) > 0 for part in self.ranks.split("/")):
-            raise ConfigError(
-                f"flora:ranks={self.ranks} is not valid: write positive integers, separated by slashes, such as 16/8/4."
-            )
-
-    @property
-    def listed_ranks(self) -> list[int]:
-        """Ranks as numbers; empty if all clients have the model's rank."""
-        return [int(part) for part in self.ranks.split("/")] if self.ranks else []
-
     def rank_of(self, client: int, spec: ModelSpec) -> int:
         """Return the rank of a client's factors.
 
@@ -80,28 +64,11 @@ class FLoRA(FactorProducts):
         listed = self.listed_ranks or [model_rank(spec)]
         return listed[client % len(listed)]
 
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate the ranks, and that updates are not delayed.
-
-        Args:
-            run: Run to check, with its configuration, federation and model.
-
-        Raises:
-            ConfigError: If a rank is larger than the model's, the model has BatchNorm, or updates are delayed.
-        """
-        most = model_rank(run.spec)
-        if max(self.listed_ranks, default=0) > most:
-            raise ConfigError(
-                f"flora:ranks={self.ranks} has a rank above {most}, the r of the model's LoRA factors. Set r to the largest "
-                "rank."
-            )
-        return super().check(run)
-
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
         """Send everything but the factors to clients, and everything but the weights ``W`` to the server."""
-        return exchanged(spec, self.rank_of(client, spec))
+        return without_factors(spec), first_components(spec, self.rank_of(client, spec))
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the ranks, if the clients have their own."""
@@ -150,34 +117,6 @@ class FLoRA(FactorProducts):
         return state, Combined(torch.cat(values), changed=~factors_mask(spec).to(delta.device))
 
 
-def model_rank(spec: ModelSpec) -> int:
-    """Return the rank of the model's factors.
-
-    Args:
-        spec: Layout of a model that ``FactorProducts.adapt`` returned.
-    """
-    return spec.shapes[lora_layers(spec)[0].a][0]
-
-
-@lru_cache(maxsize=16)
-def components(spec: ModelSpec) -> Tensor:
-    """Return the number of the component of the product that a factor's entry belongs to, ``[d]``.
-
-    It is the row of ``A`` or the column of ``B``; -1 for parameters without factors, and ``WEIGHT`` for the weights ``W``.
-
-    Args:
-        spec: Layout of a model that ``FactorProducts.adapt`` returned.
-    """
-    numbers = torch.full((spec.size,), -1, dtype=torch.int32)
-    values = torch.split(numbers, spec.sizes)
-    for layer in lora_layers(spec):
-        row = torch.arange(spec.shapes[layer.a][0], dtype=torch.int32)
-        values[layer.weight][:] = WEIGHT
-        values[layer.a].view(spec.shapes[layer.a])[:] = row[:, None]
-        values[layer.b].view(spec.shapes[layer.b])[:] = row
-    return numbers
-
-
 def factors_mask(spec: ModelSpec) -> Tensor:
     """Return the mask of the entries of all factors, boolean ``[d]``.
 
@@ -188,12 +127,11 @@ def factors_mask(spec: ModelSpec) -> Tensor:
     return (rows >= 0) & (rows < WEIGHT)
 
 
-@lru_cache(maxsize=64)
-def exchanged(spec: ModelSpec, rank: int) -> tuple[Slices, Slices]:
-    """Return the slices that a client of some rank downloads and uploads.
+@lru_cache(maxsize=16)
+def without_factors(spec: ModelSpec) -> Slices:
+    """Return the slices of everything but the factors, which clients download.
 
     Args:
         spec: Layout of a model that ``FactorProducts.adapt`` returned.
-        rank: Rank of the client's factors.
     """
-    return mask_slices(~factors_mask(spec)), mask_slices(components(spec) < rank)
+    return mask_slices(~factors_mask(spec))

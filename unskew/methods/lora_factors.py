@@ -1,4 +1,4 @@
-"""LoRA factors of a model, and the shared base of methods that add products of factors to its weights."""
+"""LoRA factors of a model, and the shared base of methods whose server combines them layer by layer."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Factors(NamedTuple):
     """LoRA factors of one layer, as numbers of parameters of the model.
 
     Attributes:
-        weight: Number of the weight ``W``.
+        weight: Number of the weight ``W``; -1 if it is not part of the model.
         a: Number of ``A``, ``[r, in]``.
         b: Number of ``B``, ``[out, r]``.
         scale: Factor ``s`` of the product.
@@ -46,14 +46,16 @@ class Factors(NamedTuple):
 
 
 class FactorProducts(ClientRule, SyncRule, AggregateRule):
-    """Base of methods in which clients train LoRA factors, whose products the server adds to the weights of the model."""
+    """Base of methods in which clients train LoRA factors, which the server combines or adds to the weights of the model."""
 
     needs = ("individual",)
+    merges: ClassVar[bool] = True
+    """Whether the server adds products to the weights, which are then part of the exchanged model."""
     conflict: ClassVar[str]
     """Reason why clients' updates and own models mean something else than in other methods, for errors."""
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Make the weights of layers with LoRA factors part of the exchanged model.
+        """Make the weights of layers with LoRA factors part of the exchanged model, if products are added to them.
 
         Args:
             module: Model with LoRA factors.
@@ -76,7 +78,7 @@ class FactorProducts(ClientRule, SyncRule, AggregateRule):
                 raise ConfigError(
                     f"{self.name} supports LoRA factors of linear layers only. Remove the others from lora.targets."
                 )
-            weight.requires_grad_(True)
+            weight.requires_grad_(self.merges)
         return module, head
 
     def conflict_with(self, method: Method) -> str | None:
@@ -134,8 +136,8 @@ def lora_layers(spec: ModelSpec) -> tuple[Factors, ...]:
     for number, name in enumerate(spec.names):
         layer, _, rest = name.partition(".lora_A.")
         if rest:
-            weight, b = spec.names.index(f"{layer}.base_layer.weight"), spec.names.index(f"{layer}.lora_B.{rest}")
-            module = modules[layer]
+            base, b, module = f"{layer}.base_layer.weight", spec.names.index(f"{layer}.lora_B.{rest}"), modules[layer]
+            weight = spec.names.index(base) if base in spec.names else -1
             layers.append(Factors(weight, number, b, module.scaling[ADAPTER], bool(module.fan_in_fan_out)))
     return tuple(layers)
 
@@ -150,5 +152,6 @@ def weights_mask(spec: ModelSpec) -> Tensor:
     mask = torch.zeros(spec.size, dtype=torch.bool)
     parameters = torch.split(mask, spec.sizes)
     for layer in lora_layers(spec):
-        parameters[layer.weight][:] = True
+        if layer.weight >= 0:
+            parameters[layer.weight][:] = True
     return mask

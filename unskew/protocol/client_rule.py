@@ -37,7 +37,11 @@ class ClientRule(WithServerHalf):
     """Stage at which ``encode`` runs, see ``unskew.protocol.payload``."""
 
     survey_at: ClassVar[SurveyTime | tuple[SurveyTime, ...] | None] = None
-    """Model that ``survey`` evaluates on all samples of the client, or several in a tuple; None for no survey."""
+    """Model that ``survey`` evaluates on the samples of the client, or several in a tuple; None for no survey."""
+
+    validation: float = 0.0
+    """Share of a client's training samples that its batches omit, and that ``survey`` sees instead of all samples; 0 for
+    none. They are the same in all rounds."""
 
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
@@ -76,6 +80,8 @@ class ClientRule(WithServerHalf):
 
     def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
         """Return sums over the samples of a batch; the engine adds them up over all training samples of the client.
+
+        Rules with ``validation`` see only the samples that the client's batches omit.
 
         ``survey_at`` names the model: the ``received`` one before the first step, the ``trained`` one after the last step,
         or the ``final`` one, for which all clients are asked once after the last round. The sums are in ``ctx.survey``: from

@@ -63,7 +63,7 @@ class Context:
         inputs: Converts stored samples, as in ``ClientDataView.client``, to inputs of the model.
         pixels: Scaling of image intensities to inputs of the model.
         full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
-        survey: Sums over all of the client's training samples that the rule's ``survey`` computed.
+        survey: Sums over the client's training samples, or its validation samples, that the rule's ``survey`` computed.
         final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.

@@ -273,9 +273,9 @@ def test_the_administrator_sees_what_sums_leave(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["fedavg", "flora:ranks=2/1", "fedsa", "fedex"])
+@pytest.mark.parametrize("method", ["fedavg", "flora:ranks=2/1", "fedsa", "fedex", "hetlora:ranks=2/1"])
 def test_texts_without_labels_give_the_numbers_of_the_simulator(method, tmp_path):
-    """Sites send only their number of texts. With FLoRA, they receive the weights and send factors of unequal rank."""
+    """Sites send only their number of texts. With FLoRA and HetLoRA, they send factors of unequal rank."""
     pytest.importorskip("peft")
     from support.tiny import opt_folder, rows, write_jsonl
 

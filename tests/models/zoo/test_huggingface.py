@@ -399,6 +399,7 @@ def test_engines_agree(kind, engine, opt, texts):
 
 FITTING = [name for name in METHODS if "language" in describe_method(name)["tasks"]]
 SUMS = ["fedals:auto,longest=2,budget=0.9", "fedals:alpha=2,split=1+scaffold"]
+RANKED = {name: f"{name}:ranks=2/1" for name in ("flora", "hetlora")}
 
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name not in FITTING])
@@ -413,7 +414,7 @@ def test_the_vectorized_engine_gives_the_same_vector(name, opt, texts):
     given = {"optimizer": "sgd", "lr": 0.05, "server_data": 5, "rounds": 3}
     given["method"] = SMALL_COHORT.get(name, name)
     if name in NEED_FACTORS:
-        given |= {"method": {"flora": "flora:ranks=2/1"}.get(name, name), "model": {"hf": str(opt), "lora": LORA}}
+        given |= {"method": RANKED.get(name, name), "model": {"hf": str(opt), "lora": LORA}}
     reference = run(opt, texts, **given)
     other = run(opt, texts, **given, engine="vectorized")
     assert torch.isfinite(reference.vector).all()

@@ -120,7 +120,7 @@ class FlowerEngine:
     roster: Mapping[int, Any]
     folder: Path | None
     outdated: set[int] = field(default_factory=set, init=False)
-    _placeholder: dict[tuple[bool, frozenset[tuple[str, str]]], dict[str, Tensors]] = field(
+    _placeholder: dict[tuple[bool, frozenset[tuple[str, str, torch.Size]]], dict[str, Tensors]] = field(
         default_factory=dict, init=False
     )
 
@@ -197,9 +197,9 @@ class FlowerEngine:
 
         Args:
             broadcast: Broadcast of the round; a survey after the last round has other uploads than the rounds before, and
-                a rule may send others from the round on in which its server half sends something.
+                the uploads of a rule may depend on the names and shapes of what its server half sends.
         """
-        sent = frozenset((rule, name) for rule, tensors in broadcast.download.items() for name in tensors)
+        sent = frozenset((rule, name, t.shape) for rule, own in broadcast.download.items() for name, t in own.items())
         key = broadcast.closing, sent
         if key not in self._placeholder:
             self._placeholder[key] = placeholder_upload(self.setup, broadcast)
