@@ -20,9 +20,11 @@ from torch import Tensor, nn
 
 from unskew.errors import explain_missing
 from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
+from unskew.models.zoo.hf_options import LoadingOptions
 from unskew.models.zoo.lora import merge_lora
 
 PADDING = -1
+DEFAULT = LoadingOptions()
 
 
 class HuggingFaceModel(nn.Module):
@@ -32,14 +34,27 @@ class HuggingFaceModel(nn.Module):
 
     Args:
         net: Model of ``transformers``, including LoRA factors, if any.
+        loading: Options with which it was loaded.
+
+    Attributes:
+        keeps_frozen_dtype: Whether frozen weights keep their data type.
+        checkpoints: Whether a copy that is trained computes activations again for the gradient.
     """
 
-    def __init__(self, net: nn.Module):
+    def __init__(self, net: nn.Module, loading: LoadingOptions = DEFAULT):
         super().__init__()
         self.net: Any = net
+        self.keeps_frozen_dtype, self.checkpoints = loading.base_dtype != "float32", loading.checkpointing
         self.blocks = block_list(self)
         # ModelSpec replaces this nn.Dropout by a keyed one, whose keys functional dropout then uses.
         self.drop: nn.Module | None = nn.Dropout(0.0) if uses_dropout(net.config) else None
+
+    def enable_checkpointing(self) -> None:
+        """Compute activations again in this copy, whose parameters must be the same in both passes."""
+        net = self.net
+        enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+        # Activations are computed again after the forward pass, whose context has ended by then.
+        enable({"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), self.steered())})
 
     def steered(self) -> AbstractContextManager[object]:
         """Return the context of a forward pass, with keyed dropout and float64 softmax if needed."""
@@ -117,6 +132,7 @@ class ImageClassifier(HuggingFaceModel):
         size: Height and width of its inputs.
         mean: Mean of its inputs per channel.
         std: Standard deviation of its inputs per channel.
+        loading: Options with which it was loaded.
 
     Attributes:
         intensities: True, because the model normalizes its inputs itself.
@@ -128,8 +144,15 @@ class ImageClassifier(HuggingFaceModel):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: nn.Module, size: int, mean: Sequence[float], std: Sequence[float]):
-        super().__init__(net)
+    def __init__(
+        self,
+        net: nn.Module,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        loading: LoadingOptions = DEFAULT,
+    ):
+        super().__init__(net, loading)
         self.size = size
         self.preprocessing = {"image_mean": list(mean), "image_std": list(std), "size": {"height": size, "width": size}}
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
