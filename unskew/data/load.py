@@ -178,6 +178,7 @@ def load_source_for(spec: DataSpec) -> Source:
             text=text,
             csv=spec.csv.spec,
             split=split,
+            divides=divides,
         )
     if text.columns:
         raise ConfigError(f"text.columns={','.join(text.columns)} requires texts, but {spec.data} contains none.")

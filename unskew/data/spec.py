@@ -224,6 +224,8 @@ class TextSpec(Section):
     """Column of answers, whose tokens and end token count in the loss and in metrics; requires ``prompt``."""
     messages: ColumnName | None = None
     """Column of chats, lists of messages with ``role`` and ``content``; only the assistant's tokens count."""
+    pack: bool = False
+    """Join short texts of a client in one row of at most ``block`` tokens, in which each attends only to itself."""
 
     @property
     def used_columns(self) -> tuple[str, ...]:

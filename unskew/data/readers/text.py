@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.csv_format import DETECTED, CsvSpec
-from unskew.data.readers.answers import PADDING, cut_answered, encode_answers, read_chats
+from unskew.data.readers.answers import PADDING, cut_answered, encode_answers, pack_rows, read_chats
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
@@ -55,6 +55,7 @@ def load_texts(
     text: TextSpec,
     csv: CsvSpec = DETECTED,
     split: Split | None = None,
+    divides: str | None = None,
 ) -> Source:
     """Load and tokenize a text data set. The two most recent data sets are cached until their files change.
 
@@ -70,6 +71,7 @@ def load_texts(
             answers are targets.
         csv: Format of CSV files.
         split: Columns of the split into training and test rows, or None.
+        divides: Column that decides the partition, whose values are never joined in one row; or None.
 
     Raises:
         ConfigError: If an argument is missing, or arguments contradict each other.
@@ -98,9 +100,15 @@ def load_texts(
             f"label={label} is for the classification of texts, but {' and '.join(text.used_columns)} are for a language "
             "model. Remove one of them."
         )
+    if text.pack and (label is not None or (split is not None and split.time is not None)):
+        raise ConfigError(
+            "text.pack joins texts of a language model, and neither texts with a label nor rows that split_by orders by "
+            "time. Remove one of them."
+        )
+    together = tuple(c for c in (divides, *(split or ())) if c is not None) if text.pack else ()
     where, folder = absolute_path(path), Path(text.tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
-    request = TextRequest(name, where, label, text, csv, split)
+    request = TextRequest(name, where, label, text, csv, split, together)
     return load_cached(request, files_stamp(where), tokenizer_stamp)
 
 
@@ -113,6 +121,7 @@ class TextRequest(NamedTuple):
     text: TextSpec
     csv: CsvSpec
     split: Split | None
+    together: tuple[str, ...]
 
 
 @lru_cache(maxsize=2)
@@ -126,7 +135,7 @@ def load_cached(
         stamp: Stamp of the data files.
         tokenizer_stamp: Stamp of the tokenizer's folder, or None.
     """
-    kind, path, label, text, csv, split = request
+    kind, path, label, text, csv, split, together = request
     columns, block = text.used_columns, text.block
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
@@ -143,8 +152,14 @@ def load_cached(
     tokens = make_tokenizer(str(text.tokenizer))
     beside = [metadata_columns(part, {*own, label}) for part in parts.values()]
     names: tuple[str, ...] = ("texts",)
-    if text.answers_only:
-        cut = [answered_rows(part, text, tokens, f"{name}, {where}") for where, part in parts.items()]
+    if text.answers_only or text.pack:
+        cut = [marked_rows(part, text, own, tokens, f"{name}, {where}") for where, part in parts.items()]
+        if text.pack:
+            groups = [
+                row_groups(further, together, part.num_rows)
+                for further, part in zip(beside, parts.values(), strict=True)
+            ]
+            cut = [pack_rows(*rows, own_groups, block - 1) for rows, own_groups in zip(cut, groups, strict=True)]
         inputs, targets = pad_rows([x for x, _, _ in cut]), pad_rows([y for _, y, _ in cut])
         tables = [
             SampleTable(x, y, {n: values[origin] for n, values in further.items()})
@@ -255,21 +270,37 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
     return rows, np.array(origin)
 
 
-def answered_rows(
-    table: Any, text: TextSpec, tokenizer: Tokenizer, where: str
+def row_groups(columns: Mapping[str, np.ndarray], names: Sequence[str], rows: int) -> list[object]:
+    """Return the values of some columns in each row, as far as the columns exist.
+
+    Args:
+        columns: All columns by name.
+        names: Names of the columns.
+        rows: Number of rows.
+    """
+    values = [columns[name].tolist() for name in names if name in columns]
+    return [*zip(*values, strict=True)] if values else [()] * rows
+
+
+def marked_rows(
+    table: Any, text: TextSpec, columns: Sequence[str], tokenizer: Tokenizer, where: str
 ) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
-    """Return inputs, targets, and the index of each row's text, of texts of which only the answers count.
+    """Return inputs, targets, and the index of each row's text, for a language model.
 
     Args:
         table: Rows of the data.
-        text: Columns, and maximum number of tokens per row.
+        text: Columns of prompts and answers, or of chats, and maximum number of tokens per row.
+        columns: Columns with texts.
         tokenizer: Tokenizer.
         where: Name of the data, for messages.
     """
     if text.messages is not None:
         encoded = tokenizer.chats(read_chats(table.column(text.messages), text.messages, where))
+    elif text.answer is not None:
+        encoded = encode_answers(row_texts(table, columns, where), tokenizer, where)
     else:
-        encoded = encode_answers(row_texts(table, text.used_columns, where), tokenizer, where)
+        rows, origin = cut_blocks(row_texts(table, columns, where), tokenizer, text.block, where)
+        return [ids[:-1] for ids in rows], [ids[1:] for ids in rows], origin
     return cut_answered(encoded, text.block, where)
 
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.errors import explain_missing
+from unskew.data.readers.answers import SEPARATOR
+from unskew.errors import ConfigError, explain_missing
 from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
 from unskew.models.zoo.hf_options import LoadingOptions
 from unskew.models.zoo.lora import merge_lora
@@ -83,14 +84,53 @@ class TextModel(HuggingFaceModel):
 class CausalLM(TextModel):
     """Causal language model from token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
 
-    Padding is at the end and attention is causal, so no mask is needed.
+    Padding is at the end and attention is causal, so no mask is needed, unless several texts share a row.
+
+    Attributes:
+        packed: Whether -2 separates texts of one row, each of which attends only to itself and has positions from 0.
     """
 
+    packed = False
+
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits at every position; those at padding are meaningless."""
+        """Compute logits at every position; those at padding and separators are meaningless."""
         ids = token_ids(x, self.net.config)
+        kwargs = self._separation(x) if self.packed else {}
         with self.steered():
-            return self.net(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+            return self.net(input_ids=ids, use_cache=False, **kwargs).logits  # type: ignore[no-any-return]
+
+    def _separation(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the block-diagonal attention mask ``[B, 1, L, L]`` and the positions ``[B, L]``."""
+        separates = x == SEPARATOR
+        text = separates.cumsum(-1)
+        index = torch.arange(x.shape[-1], device=x.device)
+        first = torch.where(separates, index + 1, 0).cummax(-1).values
+        same = (text[:, :, None] == text[:, None, :]) & (index[:, None] >= index)
+        # A separator attends to itself, because a softmax needs a key, and no token attends to it.
+        seen = same & (~separates[:, None, :] | (index[:, None] == index))
+        mask = torch.zeros_like(seen, dtype=self.net.dtype).masked_fill(~seen, torch.finfo(self.net.dtype).min)
+        return {"attention_mask": mask[:, None], "position_ids": (index - first).clamp_min(0)}
+
+    def separate_texts(self) -> None:
+        """Separate texts of one row at -2.
+
+        Raises:
+            ConfigError: If the model cannot, because it has no positions, or no mask of any form.
+        """
+        self.packed, training = True, self.training
+        try:
+            with torch.no_grad():
+                joined = self.eval()(torch.tensor([[3, 4, 5, SEPARATOR, 4, 3]]))[0]
+                alone = [self(torch.tensor([ids]))[0] for ids in ([3, 4, 5], [4, 3])]
+            equal = torch.allclose(torch.cat([joined[:3], joined[4:]]), torch.cat(alone), rtol=0, atol=1e-4)
+        except Exception:  # a model without these arguments may raise any error
+            equal = False
+        self.train(training)
+        if not equal or getattr(self.net.config, "sliding_window", None):
+            raise ConfigError(
+                f"text.pack joins texts in one row, but {type(self.net).__name__} cannot separate them by a mask and "
+                "positions. Remove text.pack."
+            )
 
     def looks_ahead(self) -> bool:
         """Return whether a token changes the logits before it, as in masked language models (not causal)."""
@@ -180,10 +220,10 @@ class ImageClassifier(HuggingFaceModel):
 
 
 def token_ids(x: Tensor, config: Any) -> Tensor:
-    """Replace the padding value -1 by the model's padding id.
+    """Replace padding and separators by the model's padding id.
 
     Args:
-        x: Token ids, ``[B, L]``; -1 for padding.
+        x: Token ids, ``[B, L]``; -1 for padding, -2 for separators.
         config: Configuration of the model.
 
     Raises:
@@ -191,7 +231,7 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
     """
     if x.is_floating_point():
         raise TypeError("it needs token ids, which are integers")
-    return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
+    return torch.where(x < 0, getattr(config, "pad_token_id", None) or 0, x)
 
 
 def uses_dropout(config: Any) -> bool:
