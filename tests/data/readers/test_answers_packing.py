@@ -91,7 +91,7 @@ def test_packed_rows_have_the_loss_and_gradient_of_single_rows(name, config, dty
 def test_a_run_with_packed_rows_trains(tmp_path):
     settings = {
         "data": f"text:{write_jsonl(tmp_path / 'rows.jsonl', 3 * ROWS)}", "partition": "natural:site", "rounds": 1, "lr": 0.1,
-        "local_steps": 2, "precision": "fp64", "engine": "inline", "model": "hf:llama", 
+        "local_steps": 2, "precision": "fp64", "engine": "inline", "model": "hf:llama",
         "model_options": {"pretrained": False, "config": {"vocab_size": 257, **LLAMA}},
     }  # fmt: skip
     text = {"prompt": "q", "answer": "a", "tokenizer": "bytes", "block": 30, "pack": True}
