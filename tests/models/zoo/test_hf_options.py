@@ -1,5 +1,7 @@
 """Options of Hugging Face models that save memory or time: frozen weights in bfloat16, checkpointing, fused attention."""
 
+import sys
+
 import pytest
 import torch
 from support.tiny import BERT, OPT, opt_folder, rows, write_jsonl
@@ -10,6 +12,7 @@ from unskew.errors import ConfigError
 from unskew.models.execution import Batch, BoundModel
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
+from unskew.models.zoo.hf_options import LoadingOptions
 from unskew.tasks.registry import TASKS
 
 LORA = {"r": 2, "alpha": 4, "targets": ["q_proj", "fc1"]}
@@ -120,8 +123,49 @@ def test_a_run_on_a_base_in_bfloat16_sends_only_the_factors_and_saves_what_it_tr
         unskew.run(**shared, model={**model, "base_dtype": "bfloat16"}, method="fedex")
 
 
-def test_options_reject_values_and_models_that_they_do_not_fit():
+def test_weights_in_four_bits_are_loaded_with_double_quantization_and_bfloat16(monkeypatch):
+    monkeypatch.setattr("transformers.BitsAndBytesConfig", dict)
+    assert LoadingOptions("nf4", "sdpa").arguments == {
+        "attn_implementation": "sdpa",
+        "dtype": "bfloat16",
+        "device_map": {"": "cpu"},
+        "quantization_config": {
+            "load_in_4bit": True,
+            "bnb_4bit_quant_type": "nf4",
+            "bnb_4bit_use_double_quant": True,
+            "bnb_4bit_compute_dtype": "bfloat16",
+        },
+    }
+
+
+def test_factors_are_trained_on_weights_in_four_bits(tmp_path):
+    pytest.importorskip("bitsandbytes")
+    folder = opt_folder(tmp_path / "opt", hidden_size=64, word_embed_proj_dim=64, ffn_dim=128)
+    path = write_jsonl(tmp_path / "train.jsonl", rows(30))
+    shared = {
+        "data": f"text:{path}", "text": "premise", "partition": "natural:genre", "rounds": 1, "local_steps": 3, "lr": 0.01,
+        "optimizer": "adam", "engine": "inline",
+    }  # fmt: skip
+    low, high = (
+        unskew.run(**shared, model={"hf": str(folder), "lora": LORA, "base_dtype": base})
+        for base in ("nf4", "bfloat16")
+    )
+    layer = low.model.net.model.decoder.layers[0].fc1.base_layer.weight
+    assert (layer.dtype, layer.numel()) == (torch.uint8, 64 * 128 // 2)
+    assert low.summary["bytes_up"] == high.summary["bytes_up"]
+    assert low.summary["loss"] == pytest.approx(high.summary["loss"], rel=0.1)
+    assert low.summary["loss"] != high.summary["loss"]
+    with pytest.raises(ConfigError, match="which 4-bit weights do not support"):
+        unskew.run(**shared, model={"hf": str(folder), "lora": LORA, "base_dtype": "nf4"}, method="dpsgd:noise=0")
+
+
+def test_options_reject_values_and_models_that_they_do_not_fit(monkeypatch):
     with pytest.raises(ConfigError, match="base_dtype=bfloat16 is for frozen weights, but all weights are trained"):
         spec_of(base_dtype="bfloat16")
+    with pytest.raises(ConfigError, match="base_dtype=nf4 quantizes the weights of a checkpoint"):
+        spec_of(base_dtype="nf4", lora=LORA)
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"needs the package bitsandbytes: pip install 'unskew\[quantized\]'"):
+        LoadingOptions("nf4").check(lora=True, pretrained=True)
     with pytest.raises(ConfigError, match=r"model_options\.attention=flash is not valid"):
         spec_of(attention="flash")

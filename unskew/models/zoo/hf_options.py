@@ -1,5 +1,8 @@
 """Options of Hugging Face models that save memory or time: dtype of frozen weights, attention, gradient checkpointing.
 
+Dettmers, Pagnoni, Holtzman, Zettlemoyer, "QLoRA: Efficient Finetuning of Quantized LLMs", 2023, arXiv:2305.14314: frozen
+weights in 4-bit NormalFloat with double quantization, computed in bfloat16, and LoRA factors on top.
+
 Chen, Xu, Zhang, Guestrin, "Training Deep Nets with Sublinear Memory Cost", 2016, arXiv:1604.06174: with gradient
 checkpointing, a pass stores only the inputs of the blocks, and computes their activations again for the gradient.
 """
@@ -7,11 +10,12 @@ checkpointing, a pass stores only the inputs of the blocks, and computes their a
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, explain_missing
 
 
 @dataclass(frozen=True)
@@ -19,23 +23,25 @@ class LoadingOptions:
     """Options of loading and running a model.
 
     Attributes:
-        base_dtype: Data type of the frozen weights of a model with LoRA factors, and of its activations.
+        base_dtype: Data type of the frozen weights of a model with LoRA factors, and of its activations; with ``nf4``, linear
+            layers have 4 bits per weight (NormalFloat), and everything else is in bfloat16.
         attention: Implementation of attention: ``eager``, or PyTorch's fused kernels (``sdpa``).
         checkpointing: Compute the activations of each block again for the gradient instead of storing them.
     """
 
-    base_dtype: Literal["float32", "bfloat16"] = "float32"
+    base_dtype: Literal["float32", "bfloat16", "nf4"] = "float32"
     attention: Literal["eager", "sdpa"] = "eager"
     checkpointing: bool = False
 
-    def check(self, lora: bool) -> None:
+    def check(self, lora: bool, pretrained: bool) -> None:
         """Validate that frozen weights exist if they have their own data type.
 
         Args:
             lora: Whether the model has LoRA factors.
+            pretrained: Whether weights are loaded.
 
         Raises:
-            ConfigError: If it has none.
+            ConfigError: If there are no frozen weights, or 4-bit weights are not loaded, or their package is missing.
         """
         if self.base_dtype != "float32" and not lora:
             raise ConfigError(
@@ -43,10 +49,27 @@ class LoadingOptions:
                 "lora: {r: 8}, or precision: bf16."
             )
 
+        if self.base_dtype == "nf4":
+            if not pretrained:
+                raise ConfigError("base_dtype=nf4 quantizes the weights of a checkpoint. Remove pretrained: false.")
+            with explain_missing("base_dtype=nf4 needs the package bitsandbytes: pip install 'unskew[quantized]'."):
+                import_module("bitsandbytes")
+
     @property
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``from_pretrained`` and ``from_config``."""
-        return {"attn_implementation": self.attention, "dtype": self.base_dtype}
+        if self.base_dtype != "nf4":
+            return {"attn_implementation": self.attention, "dtype": self.base_dtype}
+        transformers: Any = import_module("transformers")
+        quantization = transformers.BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_use_double_quant=True,
+            bnb_4bit_compute_dtype="bfloat16",
+        )
+        # Weights are quantized on the CPU and move to the device of the run with the model.
+        place = {"device_map": {"": "cpu"}, "quantization_config": quantization}
+        return {"attn_implementation": self.attention, "dtype": "bfloat16", **place}
 
 
 def train_in_float32(net: nn.Module) -> None:
@@ -59,6 +82,8 @@ def train_in_float32(net: nn.Module) -> None:
         net: Model with LoRA factors.
     """
     for name, module in net.named_modules():
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False  # bitsandbytes would rearrange weights, which other copies share
         trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
         for parameter in trained:
             parameter.data = parameter.data.float()

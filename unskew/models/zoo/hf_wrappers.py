@@ -39,12 +39,14 @@ class HuggingFaceModel(nn.Module):
 
     Attributes:
         keeps_frozen_dtype: Whether frozen weights keep their data type.
+        quantized: Whether frozen weights have 4 bits, so that passes cannot be mapped and factors cannot be merged.
         checkpoints: Whether a copy that is trained computes activations again for the gradient.
     """
 
     def __init__(self, net: nn.Module, loading: LoadingOptions = DEFAULT):
         super().__init__()
         self.net: Any = net
+        self.quantized = loading.base_dtype == "nf4"
         self.keeps_frozen_dtype, self.checkpoints = loading.base_dtype != "float32", loading.checkpointing
         self.blocks = block_list(self)
         # ModelSpec replaces this nn.Dropout by a keyed one, whose keys functional dropout then uses.

@@ -67,7 +67,7 @@ def hugging_face(
         lora: Options of LoRA (see ``LoraOptions``), which trains only the factors and a classifier's head; None trains all.
         revision: Branch, tag or commit on the Hub.
         size: Height and width of images; None uses those of the checkpoint.
-        base_dtype: Data type of frozen weights, which LoRA leaves: ``float32`` or ``bfloat16``.
+        base_dtype: Data type of frozen weights, which LoRA leaves: ``float32``, ``bfloat16`` or ``nf4``.
         attention: ``eager``, or ``sdpa`` for fused kernels.
         checkpointing: Compute activations again for the gradient instead of storing them.
 
@@ -83,7 +83,7 @@ def hugging_face(
     factors = None if lora is None else parse_lora(lora)
     options = {"base_dtype": base_dtype, "attention": attention, "checkpointing": checkpointing}
     loading = build_from_options(LoadingOptions, options, f"the model hf:{weights}", "model_options.")
-    loading.check(factors is not None)
+    loading.check(factors is not None, pretrained)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(
             f"size={short_repr(size)} is not valid: the height and width of images must be a positive integer."
