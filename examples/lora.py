@@ -37,7 +37,7 @@ METHODS = {
     "fedsa": ("fedsa", False),
 }
 """Method, and whether the first factor is frozen."""
-RATES = (0.003, 0.01, 0.03)
+RATES = (0.003, 0.01, 0.03, 0.1)
 TUNING_SEED = 100
 
 
