@@ -2,8 +2,8 @@
 
 import ast
 import io
-import os
 import json
+import os
 import re
 import statistics
 import subprocess
