@@ -2,8 +2,10 @@
 
 import ast
 import io
+import json
 import os
 import re
+import statistics
 import subprocess
 import sys
 import tokenize
@@ -92,3 +94,35 @@ def test_the_demo_is_a_whole_configuration():
     assert (EXAMPLES / "demo.yaml").read_text() == (ROOT / "unskew" / "cli" / "demo.yaml").read_text()
     assert "unskew demo" in (EXAMPLES / "demo.yaml").read_text()
     assert "$(BIN)/unskew demo\n" in (ROOT / "Makefile").read_text()
+
+
+def test_the_page_of_lora_methods_shows_the_stored_results():
+    stored = json.loads((ROOT / "results" / "lora.json").read_text())
+    page = (ROOT / "docs" / "results" / "lora.md").read_text()
+    for name, errors in stored["errors"].items():
+        assert f"| {name} | " + " | ".join(f"{error:.1e}" for error in errors) + " |" in page
+        least, most = (0.1, 0.3) if name.startswith("fedavg") else (0, 1e-6 if name.endswith("fp32") else 1e-14)
+        assert all(least < error < most for error in errors)
+    for name, outcome in stored["outcomes"].items():
+        assert outcome["lr"] == float(min(outcome["tuning"], key=outcome["tuning"].get))
+        shown = []
+        for metric in ("loss", "perplexity", "exact_match"):
+            values = [run[metric] for run in outcome["runs"]]
+            shown.append(f"{statistics.mean(values):.3f} ± {statistics.stdev(values):.3f}")
+        assert f"| `{name}` | {outcome['lr']} | " + " | ".join(shown) in page
+
+
+@pytest.mark.slow
+def test_lora_writes_errors_and_outcomes(tmp_path):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("lora_example", EXAMPLES / "lora.py")
+    lora = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(lora)
+    lora.write(tmp_path)
+    lora.train_base(tmp_path)
+    errors = lora.exactness(tmp_path, 1)
+    assert errors["fedavg, fp64"][0] > 0.05
+    assert max(errors[f"{name}, fp64"][0] for name in ("freeze_a", "flora", "fedex")) < 1e-14
+    outcome = lora.results_of("fedsa", tmp_path, 0, 0.01, 1)
+    assert outcome["perplexity"] > 1

@@ -21,6 +21,7 @@ FEATURES = {
     "hub": "data sets of the Hugging Face Hub, image folders, tables in files",
     "pandas": "result.to_pandas()",
     "transformers": "language models, pretrained models, LoRA, texts",
+    "quantized": "frozen weights of language models in 4 bits",
     "diffusion": "the diffusion model of fedssyn",
     "privacy": "privacy accounting with Poisson cohorts, generators with differential privacy",
     "flower": "deployment on real sites, in an environment of its own",

@@ -150,7 +150,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.append(("simulated time", f"{summary['seconds_simulated']:.1f} s"))
     if "perplexity" in summary:
         best_loss, best_perplexity = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
-        more = f"{format_number(summary['perplexity'])}, next-token accuracy {format_percent(summary['accuracy'])}%"
+        more = (
+            f"{format_number(summary['perplexity'])}, next-token accuracy {format_percent(summary['accuracy'])}%, "
+            f"exact match {format_percent(summary['exact_match'])}%"
+        )
         lines[:2] = [
             ("test loss, last round", f"{loss} nats per token  (perplexity {more})"),
             ("test loss, best round", f"{best_loss}  (perplexity {best_perplexity})"),

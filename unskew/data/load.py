@@ -175,16 +175,15 @@ def load_source_for(spec: DataSpec) -> Source:
             spec.data,
             path=path,
             label=label,
-            columns=text.columns,
-            tokenizer=text.tokenizer,
-            block=text.block,
+            text=text,
             csv=spec.csv.spec,
             split=split,
+            divides=divides,
         )
     if text.columns:
         raise ConfigError(f"text.columns={','.join(text.columns)} requires texts, but {spec.data} contains none.")
     if text != TextSpec():
-        raise ConfigError(f"text.tokenizer and text.block require texts, but {spec.data} contains none.")
+        raise ConfigError(f"The section text requires texts, but {spec.data} contains none.")
     source = load_source(
         spec.data,
         path=path,

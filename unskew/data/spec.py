@@ -218,6 +218,33 @@ class TextSpec(Section):
     """Name on the Hugging Face Hub, a folder, ``words`` or ``bytes``; None means the model's tokenizer."""
     block: Annotated[int, Field(ge=2, le=1_000_000)] = 128
     """Maximum number of tokens per text."""
+    prompt: ColumnName | None = None
+    """Column of prompts, which do not count in the loss; requires ``answer``."""
+    answer: ColumnName | None = None
+    """Column of answers, whose tokens and end token count in the loss and in metrics; requires ``prompt``."""
+    messages: ColumnName | None = None
+    """Column of chats, lists of messages with ``role`` and ``content``; only the assistant's tokens count."""
+    pack: bool = False
+    """Join short texts of a client in one row of at most ``block`` tokens, in which each attends only to itself."""
+
+    @property
+    def used_columns(self) -> tuple[str, ...]:
+        """Columns that the configuration names, in order."""
+        named = (self.prompt, self.answer, self.messages)
+        return (*self.columns, *(column for column in named if column is not None))
+
+    @property
+    def answers_only(self) -> bool:
+        """Whether only a part of each text counts: the answer, or what an assistant says."""
+        return self.answer is not None or self.messages is not None
+
+    @pydantic.model_validator(mode="after")
+    def _one_form(self) -> TextSpec:
+        if (self.prompt is None) != (self.answer is None):
+            raise ValueError("text.prompt and text.answer need each other; set both, or none")
+        if sum(map(bool, (self.columns, self.answer, self.messages))) > 1:
+            raise ValueError("use one of text.columns, text.prompt with text.answer, and text.messages")
+        return self
 
 
 class SegmentationSpec(Section):
@@ -301,7 +328,9 @@ def text_columns(text: object) -> Any:
     """Return the columns of the section ``text``, which may be written as the columns alone."""
     if isinstance(text, str | list | tuple):
         return text
-    return text.get("columns") or () if isinstance(text, Mapping) else getattr(text, "columns", ())
+    if isinstance(text, Mapping):
+        return text.get("columns") or [text[name] for name in ("answer", "messages") if text.get(name)]
+    return getattr(text, "used_columns", ())
 
 
 class DataSpec(Section):

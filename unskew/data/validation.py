@@ -257,19 +257,21 @@ def check_classes(names: Sequence[str], who: str, task: str) -> None:
         )
 
 
-def check_tokens(x: Tensor, tokens: int, who: str) -> None:
+def check_tokens(x: Tensor, tokens: int, who: str, packed: bool = False) -> None:
     """Validate that token ids are in ``0 .. tokens - 1``, and padding (-1) is at the end.
 
     Args:
         x: Token ids, ``[n, L]``.
         tokens: Number of token ids.
         who: Name of the data, for the error.
+        packed: Whether the model separates texts at the token -2.
 
     Raises:
         DataError: If a token id is out of range, or padding precedes a token.
     """
-    if len(x) and (int(x.min()) < -1 or int(x.max()) >= tokens):
-        bad = int(x.min()) if int(x.min()) < -1 else int(x.max())
+    least = -2 if packed else -1
+    if len(x) and (int(x.min()) < least or int(x.max()) >= tokens):
+        bad = int(x.min()) if int(x.min()) < least else int(x.max())
         raise DataError(
             f"The texts of {who} contain the token {bad}, but the model knows 0 to {tokens - 1}, and -1 for padding."
         )

@@ -174,6 +174,10 @@ class DPSGD(ClientRule):
                 "dpsgd needs a model that treats each sample separately, but this one has BatchNorm or other buffers. Use a "
                 "model with GroupNorm or without normalization."
             )
+        if getattr(run.spec.module, "quantized", False):
+            raise ConfigError(
+                "dpsgd maps gradients of single samples, which 4-bit weights do not support. Use base_dtype: bfloat16."
+            )
         if run.spec.draws_globally:
             raise ConfigError(
                 "dpsgd draws the random numbers of each sample from a secret key. This model draws others than those of "

@@ -78,6 +78,11 @@ class FactorProducts(ClientRule, SyncRule, AggregateRule):
                 raise ConfigError(
                     f"{self.name} supports LoRA factors of linear layers only. Remove the others from lora.targets."
                 )
+            if self.merges and getattr(module, "keeps_frozen_dtype", False):
+                raise ConfigError(
+                    f"{self.name} changes the weights in every round, which base_dtype would round. Remove base_dtype, or "
+                    "use fedavg or fedsa."
+                )
             weight.requires_grad_(self.merges)
         return module, head
 

@@ -97,6 +97,9 @@ class BoundModel:
         self.spec = spec
         self.device = torch.device(device)
         self.module = spec.copied().to(self.device).train()
+        if getattr(self.module, "checkpoints", False):
+            # Only here: a pure function has no parameters left when a block is computed again.
+            self.module.enable_checkpointing()  # type: ignore[operator]
         self.stream: KeyStream | None = next(
             (m.stream for m in self.module.modules() if isinstance(m, KeyedDropout)), None
         )

@@ -20,7 +20,7 @@ from torch.func import functional_call
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
-from unskew.models.user_modules import copy_module, describe_error
+from unskew.models.user_modules import convert_dtype, copy_module, describe_error
 
 T = TypeVar("T")
 
@@ -140,7 +140,8 @@ class ModelSpec:
     ):
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
-        self.module = copy_module(module).to(dtype)
+        self.module = copy_module(module)
+        convert_dtype(self.module, dtype)
         self.stream = use_keyed_dropout(self.module)
         self.shape = tuple(shape)
         self.classes = classes

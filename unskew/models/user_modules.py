@@ -122,3 +122,18 @@ def _global_states() -> bytes:
     """Return the states of all generators that ``seeded_globals`` seeds on a CPU."""
     state = torch.default_generator.get_state().numpy().tobytes()
     return state + pickle.dumps((random.getstate(), np.random.get_state()))  # noqa: NPY002
+
+
+def convert_dtype(module: nn.Module, dtype: torch.dtype) -> None:
+    """Convert parameters and buffers in place; frozen parameters keep their data type if the module says so.
+
+    Args:
+        module: Module; ``keeps_frozen_dtype`` is true if its frozen weights have their own data type.
+        dtype: Data type of the others.
+    """
+    if not getattr(module, "keeps_frozen_dtype", False):
+        module.to(dtype)
+        return
+    trained = [p for p in module.parameters() if p.requires_grad]
+    for tensor in (*trained, *module.buffers()):
+        tensor.data = tensor.data.to(dtype) if tensor.is_floating_point() else tensor.data

@@ -13,9 +13,11 @@ from unskew.data.federation import Federation
 from unskew.data.normalization import Normalization
 from unskew.data.readers.encoders import category_counts
 from unskew.engines.batches import InputNormalizer
+from unskew.errors import ConfigError
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
 from unskew.models.user_modules import copy_module, random_draws
+from unskew.models.zoo.hf_wrappers import CausalLM
 from unskew.protocol.rules import Method
 from unskew.seeding import derive
 
@@ -58,6 +60,10 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
             category_counts(federation.encoders),
         )
         module = copy_module(module)
+        if config.text.pack:
+            if not isinstance(module, CausalLM):
+                raise ConfigError("text.pack requires a language model of transformers, hf:NAME. Remove text.pack.")
+            module.separate_texts()
         spec = spec_of(module, config.head)
         for rule in method.client:
             adapted, head = rule.adapt(module, spec.head_name)

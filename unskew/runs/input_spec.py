@@ -200,7 +200,7 @@ def input_spec_of(federation: Federation, config: Experiment) -> InputSpec:
         columns=tuple(InputColumn(**asdict(encoder)) for encoder in federation.encoders),
         features=() if x.dim() == 4 or texts else (config.features or tuple(numbers)),
         image=config.image if x.dim() == 4 else None,
-        text=(spec.text.columns or ("text",)) if texts else (),
+        text=(spec.text.used_columns or ("text",)) if texts else (),
         tokenizer=spec.text.tokenizer if texts else None,
         block=spec.text.block,
         harmonization=federation.harmonization,

@@ -120,9 +120,10 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         )
     tokens = getattr(spec.module, "tokens", None)
     if isinstance(tokens, int):
+        packed = bool(getattr(spec.module, "packed", False))
         for k, client in enumerate(federation.clients):
-            check_tokens(client.x, tokens, f"client {k}")
-        check_tokens(federation.test[0], tokens, "the test set")
+            check_tokens(client.x, tokens, f"client {k}", packed)
+        check_tokens(federation.test[0], tokens, "the test set", packed)
     if method.sync is not None:
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)

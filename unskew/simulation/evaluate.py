@@ -103,7 +103,7 @@ class Evaluator:
                     losses.append(self.task.losses(logits, target).to(torch.float64) * scores[-1])
                 else:
                     losses.append((self.task.loss(logits, target).to(torch.float64) * scores[-1].sum())[None])
-                tallies.append(self.task.tally(logits, target))
+                tallies.append(self._tally(right[-1] if self.task.tokens else logits, target))
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -176,10 +176,17 @@ class Evaluator:
         arrays = truth_and_scores(self.task, logits, y.to(self.model.device))
         return self.task.measure_all(*arrays).get(self.task.scored, np.nan)
 
+    def _tally(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the tally of some samples from their logits, or if targets are tokens, from their shares of correct ones."""
+        return self.task.tally_of_correct(logits, y) if self.task.tokens else self.task.tally(logits, y)
+
     def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
-        """Compute all metrics of one client except the primary metric and the loss."""
+        """Compute all metrics of one client except the primary metric and the loss.
+
+        Instead of logits, language models have the share of correct predictions per sample.
+        """
         y = y.to(logits.device)
-        metrics = self.task.measure(self.task.tally(logits, y), loss)
+        metrics = self.task.measure(self._tally(logits, y), loss)
         where = f"held-out samples of {self.federation.client_label(client)}"
         metrics |= self._of_all([logits], y, where, defined=False) if self.metrics or self.task.ranked else {}
         metrics.pop(self.task.scored, None)
@@ -263,7 +270,7 @@ class Evaluator:
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
-            logits = torch.split(torch.cat(logits_list), sizes) if logits_list is not None else [right] * len(evaluated)
+            logits = torch.split(right if logits_list is None else torch.cat(logits_list), sizes)
             trios = zip(evaluated, logits, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
         if pooled:

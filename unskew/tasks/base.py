@@ -232,6 +232,15 @@ class Task(TaskTargets, TaskConstants):
         """
         return logits.new_zeros(0)
 
+    def tally_of_correct(self, correct: Tensor, y: Tensor) -> Tensor:
+        """Return ``tally`` from ``correct`` instead of logits, which are too many to store if targets are tokens.
+
+        Args:
+            correct: Share of correct predictions of each sample, ``[B]``.
+            y: Targets, ``[B, L]``.
+        """
+        raise NotImplementedError
+
     def empty_tally(self, classes: int) -> Tensor:
         """Return the tally of no samples, which has the shape of every tally.
 

@@ -319,12 +319,14 @@ class LanguageModeling(Task):
     """Next-token prediction, ``y [B, L]`` with -1 for no target: mean cross-entropy per token, in nats.
 
     Logits are ``[B, L, V]``. Accuracy is the share of correctly predicted tokens. Positions without a target, such as
-    padding, are ignored. The additional metric is the perplexity ``exp(loss)``.
+    padding or the prompt of an answer, are ignored. The additional metrics are the perplexity ``exp(loss)`` and the exact
+    match, the share of texts all of whose targets have the largest logit, given the true tokens before them (teacher
+    forcing).
     """
 
     name: ClassVar[str] = "language"
     tokens: ClassVar[bool] = True
-    extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity",)
+    extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "exact_match")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     def read(self, y: Tensor, who: str) -> Tensor:
@@ -377,9 +379,23 @@ class LanguageModeling(Task):
         """Return the number of targets of each text."""
         return (y != NOTHING).sum(-1).to(torch.float64)
 
+    def tally(self, logits: Tensor, y: Tensor) -> Tensor:
+        """Return the number of texts all of whose targets have the largest logit, and of texts with targets, ``[2]``."""
+        return self.tally_of_correct(self.correct(logits, y), y)
+
+    def tally_of_correct(self, correct: Tensor, y: Tensor) -> Tensor:
+        """Return ``tally`` from the share of each text's targets that are correct, ``[B]``."""
+        return torch.stack([(correct == 1).sum(), (self.predictions(y) > 0).sum()]).to(torch.float64)
+
+    def empty_tally(self, classes: int) -> Tensor:
+        """Return the tally of no samples."""
+        return torch.zeros(2, dtype=torch.float64)
+
     def measure(self, tally: Tensor, loss: float) -> dict[str, float]:
-        """Compute the perplexity; infinite if it would overflow."""
-        return {"perplexity": math.exp(loss) if loss < 700 else math.inf}
+        """Compute the perplexity, which is infinite if it would overflow, and the exact match, 0 without texts."""
+        matches, texts = tally.tolist()
+        perplexity = math.exp(loss) if loss < 700 else math.inf
+        return {"perplexity": perplexity, "exact_match": matches / max(1.0, texts)}
 
 
 def precision_recall_f1(tally: Tensor) -> tuple[Tensor, Tensor, Tensor]:

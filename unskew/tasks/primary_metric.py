@@ -70,6 +70,7 @@ KNOWN_METRICS = {
     "dice_pooled": MetricInfo("dice_pooled", "pooled Dice"),
     "hd95": MetricInfo("hd95", "HD95 in pixels", lower_is_better=True, percent=False),
     "perplexity": MetricInfo("perplexity", "perplexity", lower_is_better=True, percent=False),
+    "exact_match": MetricInfo("exact_match", "exact match"),
     "macro_precision": MetricInfo("macro_precision", "C-precision"),
     "macro_recall": MetricInfo("macro_recall", "C-recall"),
     "macro_f1": MetricInfo("macro_f1", "C-F1"),

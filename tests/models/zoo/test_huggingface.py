@@ -119,8 +119,8 @@ def test_loss_accuracy_and_perplexity_count_tokens_not_texts():
     right = (logits.argmax(-1) == y) & there
     np.testing.assert_allclose(TASK.correct(a, b), right.sum(1) / there.sum(1).clip(1))
     assert TASK.predictions(b).tolist() == there.sum(1).tolist() == [4, 2, 1, 0, 4]
-    assert TASK.measure(torch.zeros(0), 2.0)["perplexity"] == pytest.approx(math.exp(2))
-    assert TASK.measure(torch.zeros(0), 1e4)["perplexity"] == math.inf
+    assert TASK.measure(torch.zeros(2), 2.0)["perplexity"] == pytest.approx(math.exp(2))
+    assert TASK.measure(torch.zeros(2), 1e4)["perplexity"] == math.inf
     assert float(TASK.loss(a[3:4], b[3:4])) == 0
     each = torch.func.vmap(lambda p, q: TASK.loss(p[None], q[None]))(a, b)
     assert float((each * TASK.predictions(b)).sum() / there.sum()) == near(expected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import chain
 from pathlib import Path
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.csv_format import DETECTED, CsvSpec
+from unskew.data.readers.answers import PADDING, cut_answered, encode_answers, pack_rows, read_chats
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
@@ -30,7 +31,7 @@ from unskew.data.readers.labels import metadata_class_names, read_labels
 from unskew.data.readers.tables import SampleTable, Source, metadata_columns, train_test_tables
 from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sentences import sentences
-from unskew.data.spec import Split
+from unskew.data.spec import Split, TextSpec
 from unskew.data.validation import check_classes
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.progress import report_progress
@@ -38,7 +39,6 @@ from unskew.progress import report_progress
 TEXTS = ("multi_nli", "sentences", "text")
 PAIR = ("premise", "hypothesis")
 MULTI_NLI = HubDataset("nyu-mll/multi_nli", None, "", "label", test="validation_matched")
-PADDING = -1
 CHUNK = 10_000
 
 
@@ -52,11 +52,10 @@ def load_texts(
     *,
     path: str | Path | None,
     label: str | None,
-    columns: Sequence[str],
-    tokenizer: str | None,
-    block: int,
+    text: TextSpec,
     csv: CsvSpec = DETECTED,
     split: Split | None = None,
+    divides: str | None = None,
 ) -> Source:
     """Load and tokenize a text data set. The two most recent data sets are cached until their files change.
 
@@ -68,11 +67,11 @@ def load_texts(
         name: ``text:PATH``, ``multi_nli`` or ``sentences``.
         path: Local files; for ``text``, a .csv, .jsonl or .parquet file, or a folder with train and test files.
         label: Label column; None for language modeling.
-        columns: One text column, or two for a pair; if empty, the data source's default.
-        tokenizer: Tokenizer, as for ``unskew.data.readers.tokenization.make_tokenizer``.
-        block: Maximum number of tokens per row.
+        text: Columns of texts, tokenizer, and maximum number of tokens per row. With prompts and answers, or chats, only the
+            answers are targets.
         csv: Format of CSV files.
         split: Columns of the split into training and test rows, or None.
+        divides: Column that decides the partition, whose values are never joined in one row; or None.
 
     Raises:
         ConfigError: If an argument is missing, or arguments contradict each other.
@@ -89,16 +88,27 @@ def load_texts(
         )
     if name == "sentences" and path is not None:
         raise ConfigError("The data set 'sentences' is generated. Remove the path.")
-    if tokenizer is None:
+    if text.tokenizer is None:
         raise ConfigError(
             "Texts require a tokenizer. Use the model text-mlp (texts with a label) or hf:NAME, which include one, "
             "or set text.tokenizer (--tokenizer) to words, bytes, a name on the Hugging Face Hub, or a folder."
         )
-    if len(columns) > 2:
-        raise ConfigError(f"text.columns must be one column or a pair, not {', '.join(columns)}.")
-    where, folder = absolute_path(path), Path(tokenizer).expanduser()
+    if len(text.columns) > 2:
+        raise ConfigError(f"text.columns must be one column or a pair, not {', '.join(text.columns)}.")
+    if text.answers_only and label is not None:
+        raise ConfigError(
+            f"label={label} is for the classification of texts, but {' and '.join(text.used_columns)} are for a language "
+            "model. Remove one of them."
+        )
+    if text.pack and (label is not None or (split is not None and split.time is not None)):
+        raise ConfigError(
+            "text.pack joins texts of a language model, and neither texts with a label nor rows that split_by orders by "
+            "time. Remove one of them."
+        )
+    together = tuple(c for c in (divides, *(split or ())) if c is not None) if text.pack else ()
+    where, folder = absolute_path(path), Path(text.tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
-    request = TextRequest(name, where, label, tuple(columns), tokenizer, block, csv, split)
+    request = TextRequest(name, where, label, text, csv, split, together)
     return load_cached(request, files_stamp(where), tokenizer_stamp)
 
 
@@ -108,11 +118,10 @@ class TextRequest(NamedTuple):
     kind: str
     path: Path | None
     label: str | None
-    columns: tuple[str, ...]
-    tokenizer: str
-    block: int
+    text: TextSpec
     csv: CsvSpec
     split: Split | None
+    together: tuple[str, ...]
 
 
 @lru_cache(maxsize=2)
@@ -126,7 +135,8 @@ def load_cached(
         stamp: Stamp of the data files.
         tokenizer_stamp: Stamp of the tokenizer's folder, or None.
     """
-    kind, path, label, columns, tokenizer, block, csv, split = request
+    kind, path, label, text, csv, split, together = request
+    columns, block = text.used_columns, text.block
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
     parts, name = text_tables(kind, path, csv, uses)
@@ -137,11 +147,26 @@ def load_cached(
             if column not in part.column_names:
                 hint = "" if columns or column == label else " Set text.columns to the text column."
                 raise DataError(f"{name}, {where}: {unknown_name('column', column, part.column_names)}{hint}")
-    texts = {where: row_texts(part, own, f"{name}, {where}") for where, part in parts.items()}
     if tokenizer_stamp is not None:
         make_tokenizer.cache_clear()  # the tokenizer in the folder may have changed
-    tokens = make_tokenizer(tokenizer)
+    tokens = make_tokenizer(str(text.tokenizer))
     beside = [metadata_columns(part, {*own, label}) for part in parts.values()]
+    names: tuple[str, ...] = ("texts",)
+    if text.answers_only or text.pack:
+        cut = [marked_rows(part, text, own, tokens, f"{name}, {where}") for where, part in parts.items()]
+        if text.pack:
+            groups = [
+                row_groups(further, together, part.num_rows)
+                for further, part in zip(beside, parts.values(), strict=True)
+            ]
+            cut = [pack_rows(*rows, own_groups, block - 1) for rows, own_groups in zip(cut, groups, strict=True)]
+        inputs, targets = pad_rows([x for x, _, _ in cut]), pad_rows([y for _, y, _ in cut])
+        tables = [
+            SampleTable(x, y, {n: values[origin] for n, values in further.items()})
+            for x, y, (_, _, origin), further in zip(inputs, targets, cut, beside, strict=True)
+        ]
+        return Source(name, *train_test_tables(tables, split), names, tokens.size, "language")
+    texts = {where: row_texts(part, own, f"{name}, {where}") for where, part in parts.items()}
     if label is None:
         rows = {where: cut_blocks(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
         filled = pad_rows([ids for ids, _ in rows.values()])
@@ -149,7 +174,6 @@ def load_cached(
             SampleTable(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in further.items()})
             for ids, (_, origin), further in zip(filled, rows.values(), beside, strict=True)
         ]
-        names: tuple[str, ...] = ("texts",)
         classes, task = tokens.size, "language"
     else:
         labels = read_labels(
@@ -244,6 +268,40 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
     if not rows:
         raise DataError(f"{where}: no text has two or more tokens, so there is no next token to predict.")
     return rows, np.array(origin)
+
+
+def row_groups(columns: Mapping[str, np.ndarray], names: Sequence[str], rows: int) -> list[object]:
+    """Return the values of some columns in each row, as far as the columns exist.
+
+    Args:
+        columns: All columns by name.
+        names: Names of the columns.
+        rows: Number of rows.
+    """
+    values = [columns[name].tolist() for name in names if name in columns]
+    return [*zip(*values, strict=True)] if values else [()] * rows
+
+
+def marked_rows(
+    table: Any, text: TextSpec, columns: Sequence[str], tokenizer: Tokenizer, where: str
+) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    """Return inputs, targets, and the index of each row's text, for a language model.
+
+    Args:
+        table: Rows of the data.
+        text: Columns of prompts and answers, or of chats, and maximum number of tokens per row.
+        columns: Columns with texts.
+        tokenizer: Tokenizer.
+        where: Name of the data, for messages.
+    """
+    if text.messages is not None:
+        encoded = tokenizer.chats(read_chats(table.column(text.messages), text.messages, where))
+    elif text.answer is not None:
+        encoded = encode_answers(row_texts(table, columns, where), tokenizer, where)
+    else:
+        rows, origin = cut_blocks(row_texts(table, columns, where), tokenizer, text.block, where)
+        return [ids[:-1] for ids in rows], [ids[1:] for ids in rows], origin
+    return cut_answered(encoded, text.block, where)
 
 
 def encode_for_classification(texts: list[Text], tokenizer: Tokenizer, block: int) -> list[list[int]]:

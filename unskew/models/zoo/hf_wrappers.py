@@ -18,11 +18,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.errors import explain_missing
+from unskew.data.readers.answers import SEPARATOR
+from unskew.errors import ConfigError, explain_missing
 from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
+from unskew.models.zoo.hf_options import LoadingOptions
 from unskew.models.zoo.lora import merge_lora
 
 PADDING = -1
+DEFAULT = LoadingOptions()
 
 
 class HuggingFaceModel(nn.Module):
@@ -32,14 +35,29 @@ class HuggingFaceModel(nn.Module):
 
     Args:
         net: Model of ``transformers``, including LoRA factors, if any.
+        loading: Options with which it was loaded.
+
+    Attributes:
+        keeps_frozen_dtype: Whether frozen weights keep their data type.
+        quantized: Whether frozen weights have 4 bits, so that passes cannot be mapped and factors cannot be merged.
+        checkpoints: Whether a copy that is trained computes activations again for the gradient.
     """
 
-    def __init__(self, net: nn.Module):
+    def __init__(self, net: nn.Module, loading: LoadingOptions = DEFAULT):
         super().__init__()
         self.net: Any = net
+        self.quantized = loading.base_dtype == "nf4"
+        self.keeps_frozen_dtype, self.checkpoints = loading.base_dtype != "float32", loading.checkpointing
         self.blocks = block_list(self)
         # ModelSpec replaces this nn.Dropout by a keyed one, whose keys functional dropout then uses.
         self.drop: nn.Module | None = nn.Dropout(0.0) if uses_dropout(net.config) else None
+
+    def enable_checkpointing(self) -> None:
+        """Compute activations again in this copy, whose parameters must be the same in both passes."""
+        net = self.net
+        enable = getattr(net, "activation_checkpointing_enable", None) or net.gradient_checkpointing_enable
+        # Activations are computed again after the forward pass, whose context has ended by then.
+        enable({"use_reentrant": False, "context_fn": lambda: (contextlib.nullcontext(), self.steered())})
 
     def steered(self) -> AbstractContextManager[object]:
         """Return the context of a forward pass, with keyed dropout and float64 softmax if needed."""
@@ -68,14 +86,53 @@ class TextModel(HuggingFaceModel):
 class CausalLM(TextModel):
     """Causal language model from token ids ``[B, L]`` to logits ``[B, L, V]`` of the next token.
 
-    Padding is at the end and attention is causal, so no mask is needed.
+    Padding is at the end and attention is causal, so no mask is needed, unless several texts share a row.
+
+    Attributes:
+        packed: Whether -2 separates texts of one row, each of which attends only to itself and has positions from 0.
     """
 
+    packed = False
+
     def forward(self, x: Tensor) -> Tensor:
-        """Compute logits at every position; those at padding are meaningless."""
+        """Compute logits at every position; those at padding and separators are meaningless."""
         ids = token_ids(x, self.net.config)
+        kwargs = self._separation(x) if self.packed else {}
         with self.steered():
-            return self.net(input_ids=ids, use_cache=False).logits  # type: ignore[no-any-return]
+            return self.net(input_ids=ids, use_cache=False, **kwargs).logits  # type: ignore[no-any-return]
+
+    def _separation(self, x: Tensor) -> dict[str, Tensor]:
+        """Return the block-diagonal attention mask ``[B, 1, L, L]`` and the positions ``[B, L]``."""
+        separates = x == SEPARATOR
+        text = separates.cumsum(-1)
+        index = torch.arange(x.shape[-1], device=x.device)
+        first = torch.where(separates, index + 1, 0).cummax(-1).values
+        same = (text[:, :, None] == text[:, None, :]) & (index[:, None] >= index)
+        # A separator attends to itself, because a softmax needs a key, and no token attends to it.
+        seen = same & (~separates[:, None, :] | (index[:, None] == index))
+        mask = torch.zeros_like(seen, dtype=self.net.dtype).masked_fill(~seen, torch.finfo(self.net.dtype).min)
+        return {"attention_mask": mask[:, None], "position_ids": (index - first).clamp_min(0)}
+
+    def separate_texts(self) -> None:
+        """Separate texts of one row at -2.
+
+        Raises:
+            ConfigError: If the model cannot, because it has no positions, or no mask of any form.
+        """
+        self.packed, training = True, self.training
+        try:
+            with torch.no_grad():
+                joined = self.eval()(torch.tensor([[3, 4, 5, SEPARATOR, 4, 3]]))[0]
+                alone = [self(torch.tensor([ids]))[0] for ids in ([3, 4, 5], [4, 3])]
+            equal = torch.allclose(torch.cat([joined[:3], joined[4:]]), torch.cat(alone), rtol=0, atol=1e-4)
+        except Exception:  # a model without these arguments may raise any error
+            equal = False
+        self.train(training)
+        if not equal or getattr(self.net.config, "sliding_window", None):
+            raise ConfigError(
+                f"text.pack joins texts in one row, but {type(self.net).__name__} cannot separate them by a mask and "
+                "positions. Remove text.pack."
+            )
 
     def looks_ahead(self) -> bool:
         """Return whether a token changes the logits before it, as in masked language models (not causal)."""
@@ -117,6 +174,7 @@ class ImageClassifier(HuggingFaceModel):
         size: Height and width of its inputs.
         mean: Mean of its inputs per channel.
         std: Standard deviation of its inputs per channel.
+        loading: Options with which it was loaded.
 
     Attributes:
         intensities: True, because the model normalizes its inputs itself.
@@ -128,8 +186,15 @@ class ImageClassifier(HuggingFaceModel):
     mean: Tensor
     std: Tensor
 
-    def __init__(self, net: nn.Module, size: int, mean: Sequence[float], std: Sequence[float]):
-        super().__init__(net)
+    def __init__(
+        self,
+        net: nn.Module,
+        size: int,
+        mean: Sequence[float],
+        std: Sequence[float],
+        loading: LoadingOptions = DEFAULT,
+    ):
+        super().__init__(net, loading)
         self.size = size
         self.preprocessing = {"image_mean": list(mean), "image_std": list(std), "size": {"height": size, "width": size}}
         self.register_buffer("mean", torch.tensor(mean)[:, None, None], persistent=False)
@@ -157,10 +222,10 @@ class ImageClassifier(HuggingFaceModel):
 
 
 def token_ids(x: Tensor, config: Any) -> Tensor:
-    """Replace the padding value -1 by the model's padding id.
+    """Replace padding and separators by the model's padding id.
 
     Args:
-        x: Token ids, ``[B, L]``; -1 for padding.
+        x: Token ids, ``[B, L]``; -1 for padding, -2 for separators.
         config: Configuration of the model.
 
     Raises:
@@ -168,7 +233,7 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
     """
     if x.is_floating_point():
         raise TypeError("it needs token ids, which are integers")
-    return torch.where(x == PADDING, getattr(config, "pad_token_id", None) or 0, x)
+    return torch.where(x < 0, getattr(config, "pad_token_id", None) or 0, x)
 
 
 def uses_dropout(config: Any) -> bool:

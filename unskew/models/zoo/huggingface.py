@@ -16,8 +16,16 @@ from torch import nn
 
 from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.errors import ConfigError, short_repr, unknown_name
-from unskew.models.zoo.hf_wrappers import CausalLM, ImageClassifier, SequenceClassifier, quiet_transformers
+from unskew.models.zoo.hf_options import LoadingOptions, check_checkpointing, train_in_float32
+from unskew.models.zoo.hf_wrappers import (
+    CausalLM,
+    ImageClassifier,
+    SequenceClassifier,
+    quiet_transformers,
+    uses_dropout,
+)
 from unskew.models.zoo.lora import add_lora, first_line, parse_lora
+from unskew.option_parsing import build_from_options
 from unskew.tasks.registry import TASKS
 
 Options = Mapping[str, Any]
@@ -39,6 +47,9 @@ def hugging_face(
     lora: Options | None = None,
     revision: str | None = None,
     size: int | None = None,
+    base_dtype: str = "float32",
+    attention: str = "eager",
+    checkpointing: bool = False,
 ) -> nn.Module:
     """Build a Hugging Face model for a task.
 
@@ -56,6 +67,9 @@ def hugging_face(
         lora: Options of LoRA (see ``LoraOptions``), which trains only the factors and a classifier's head; None trains all.
         revision: Branch, tag or commit on the Hub.
         size: Height and width of images; None uses those of the checkpoint.
+        base_dtype: Data type of frozen weights, which LoRA leaves: ``float32``, ``bfloat16`` or ``nf4``.
+        attention: ``eager``, or ``sdpa`` for fused kernels.
+        checkpointing: Compute activations again for the gradient instead of storing them.
 
     Raises:
         ConfigError: If the model cannot be found or loaded, or an option does not fit it.
@@ -67,6 +81,9 @@ def hugging_face(
     kind = "ImageClassification" if len(shape) == 3 else "SequenceClassification"
     kind = "CausalLM" if TASKS[task].tokens else kind
     factors = None if lora is None else parse_lora(lora)
+    options = {"base_dtype": base_dtype, "attention": attention, "checkpointing": checkpointing}
+    loading = build_from_options(LoadingOptions, options, f"the model hf:{weights}", "model_options.")
+    loading.check(factors is not None, pretrained)
     if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
         raise ConfigError(
             f"size={short_repr(size)} is not valid: the height and width of images must be a positive integer."
@@ -80,18 +97,24 @@ def hugging_face(
                 settings.vocab_size = classes
         else:
             settings.num_labels = classes
-        net = load_weights(getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision)
+        net = load_weights(
+            getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision, loading
+        )
         if factors is not None:
             add_lora(net, factors)
+        if loading.base_dtype != "float32":
+            train_in_float32(net)
+        if checkpointing:
+            check_checkpointing(net, uses_dropout(net.config) or (factors is not None and factors.dropout > 0))
         if kind == "SequenceClassification":
-            return SequenceClassifier(net)
+            return SequenceClassifier(net, loading)
         if kind == "CausalLM":
-            model = CausalLM(net)
+            model = CausalLM(net, loading)
             if model.looks_ahead():
                 raise ConfigError(f"{weights} uses later tokens to predict the next one. Use a causal language model.")
             return model
         mean, std, side = image_preprocessing(weights, settings, revision, pretrained)
-        return ImageClassifier(net, size or side, mean, std)
+        return ImageClassifier(net, size or side, mean, std, loading)
 
 
 def resnet18(
@@ -215,8 +238,10 @@ def load_configuration(
     return settings
 
 
-def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None) -> Any:
-    """Load the model in float32 with eager attention, the only attention that can be mapped over clients.
+def load_weights(
+    auto: Any, weights: str, pretrained: bool, settings: Any, revision: str | None, loading: LoadingOptions
+) -> Any:
+    """Load the model.
 
     Args:
         auto: ``AutoModel`` class that creates the model.
@@ -224,12 +249,13 @@ def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revis
         pretrained: Whether to load the trained weights.
         settings: Configuration of the model.
         revision: Commit, branch or tag of the checkpoint.
+        loading: Data type and attention.
 
     Raises:
         ConfigError: If there are no safetensors, or they do not fit the model.
     """
     if not pretrained:
-        return auto.from_config(settings, attn_implementation="eager", dtype="float32")
+        return auto.from_config(settings, **loading.arguments)
     where = weights
     if is_folder(weights):
         folder = Path(weights).expanduser()
@@ -248,8 +274,7 @@ def load_weights(auto: Any, weights: str, pretrained: bool, settings: Any, revis
         trust_remote_code=False,
         ignore_mismatched_sizes=True,
         output_loading_info=True,
-        attn_implementation="eager",
-        dtype="float32",
+        **loading.arguments,
     )
     new = {*report["missing_keys"], *(key[0] if isinstance(key, tuple) else key for key in report["mismatched_keys"])}
     body = sorted(k for k in new if k.startswith(net.base_model_prefix + ".") and "pooler" not in k)

@@ -1,0 +1,152 @@
+"""Texts of which only a part counts: the answer to a prompt, or what an assistant says in a chat."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from unskew.data.readers.tokenization import AnsweredText, Text, Tokenizer
+from unskew.errors import DataError, short_repr
+
+LOG = logging.getLogger("unskew")
+PADDING = -1
+SEPARATOR = -2
+"""Input between two texts of one row, which attend only to themselves."""
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def encode_answers(texts: Sequence[Text], tokenizer: Tokenizer, where: str) -> list[AnsweredText]:
+    """Tokenize prompts and answers; the tokens of the answer and the end token count.
+
+    A line break separates prompt and answer. They are tokenized separately, so that no token belongs to both.
+
+    Args:
+        texts: Pairs of a prompt and an answer.
+        tokenizer: Tokenizer.
+        where: Name of the data, for errors.
+
+    Raises:
+        DataError: If an answer is empty, or the tokenizer has no end token.
+    """
+    empty = next((row for row, (_, answer) in enumerate(texts) if not answer.strip()), None)
+    if empty is not None:
+        raise DataError(f"{where}: row {empty} has an empty answer. Add an answer or remove the row.")
+    prompts = tokenizer.join([(prompt, "") for prompt, _ in texts])
+    answers = tokenizer.answers([answer for _, answer in texts])
+    texts_of_both = []
+    for prompt, answer in zip(prompts, answers, strict=True):
+        if len(prompt) > 1 and prompt[-1] == answer[-1]:
+            prompt = prompt[:-1]  # some tokenizers end every text
+        texts_of_both.append(AnsweredText(prompt + answer, [False] * len(prompt) + [True] * len(answer)))
+    return texts_of_both
+
+
+def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, str]]]:
+    """Return the messages of each row.
+
+    Args:
+        column: Column of lists of messages with the entries ``role`` and ``content``.
+        name: Name of the column.
+        where: Name of the data, for errors.
+
+    Raises:
+        DataError: If a row contains no list of messages, or no message of an assistant.
+    """
+    chats: list[list[dict[str, str]]] = []
+    for row, messages in enumerate(column.to_pylist()):
+        if not isinstance(messages, list) or not messages:
+            raise DataError(
+                f"{where}: row {row} of the column {name!r} has {type(messages).__name__}, not a list of messages such as "
+                '[{"role": "user", "content": "Hello"}].'
+            )
+        for message in messages:
+            entries = message if isinstance(message, Mapping) else {}
+            if entries.get("role") not in ROLES or not isinstance(entries.get("content"), str):
+                role = short_repr(entries.get("role"))
+                raise DataError(
+                    f"{where}: row {row} of the column {name!r} has a message with the role {role}. "
+                    f"A message has a role ({', '.join(ROLES)}) and a content, which is text."
+                )
+        if all(message["role"] != "assistant" for message in messages):
+            raise DataError(
+                f"{where}: row {row} of the column {name!r} has no message of the assistant, so nothing can be learned from "
+                "it. Remove the row."
+            )
+        chats.append([{"role": message["role"], "content": message["content"]} for message in messages])
+    return chats
+
+
+def cut_answered(
+    texts: Sequence[AnsweredText], block: int, where: str
+) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    """Return inputs and targets of texts, truncated to ``block`` tokens; texts without any target left are dropped.
+
+    Args:
+        texts: Tokenized texts.
+        block: Maximum number of tokens per text.
+        where: Name of the data, for messages.
+
+    Returns:
+        The inputs, the next tokens with -1 for those that do not count, and the index of each row's text.
+
+    Raises:
+        DataError: If no text has a target left.
+    """
+    inputs: list[list[int]] = []
+    targets: list[list[int]] = []
+    origin: list[int] = []
+    truncated = 0
+    for number, (ids, counts) in enumerate(texts):
+        truncated += any(counts[block:])
+        if any(counts[1:block]):
+            inputs.append(ids[:block][:-1])
+            pairs = zip(ids[1:block], counts[1:block], strict=True)
+            targets.append([token if counted else PADDING for token, counted in pairs])
+            origin.append(number)
+    if not inputs:
+        raise DataError(
+            f"{where}: no text has an answer within its first {block} tokens. Set text.block to a larger number."
+        )
+    if truncated:
+        LOG.warning(
+            "%s: %d of %d answers do not end within the first %d tokens and are truncated; %d of them are dropped, because "
+            "nothing remains. Set text.block to a larger number.",
+            where,
+            truncated,
+            len(texts),
+            block,
+            len(texts) - len(inputs),
+        )
+    return inputs, targets, np.array(origin)
+
+
+def pack_rows(
+    inputs: Sequence[list[int]], targets: Sequence[list[int]], origin: np.ndarray, groups: Sequence[object], most: int
+) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
+    """Join short rows of the same group in order, as long as they fit, with a separator between two of them.
+
+    Args:
+        inputs: Inputs of each row.
+        targets: Targets of each row.
+        origin: Index of each row's text.
+        groups: Group of each text.
+        most: Maximum length of a joined row.
+
+    Returns:
+        Inputs and targets of the joined rows, and the index of the first text of each.
+    """
+    packed: list[tuple[list[int], list[int], int]] = []
+    current: dict[object, tuple[list[int], list[int], int]] = {}
+    for x, y, text in zip(inputs, targets, origin.tolist(), strict=True):
+        row = current.get(groups[text])
+        if row is not None and len(row[0]) + 1 + len(x) <= most:
+            row[0].extend((SEPARATOR, *x))
+            row[1].extend((PADDING, *y))
+        else:
+            current[groups[text]] = row = ([*x], [*y], text)
+            packed.append(row)
+    xs, ys, first = zip(*packed, strict=True)
+    return [*xs], [*ys], np.array(first)
