@@ -164,6 +164,7 @@ def open_run(
         v, b, note = *final, initial_values_note(method, spec)
     else:
         v, b, note = model_of_client(folder, config, method, spec, final, served)
+        spec = spec.of_client(served.number)
         if note:
             warnings.warn(note, RuntimeWarning, stacklevel=3)
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
