@@ -93,7 +93,9 @@ def model_object(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | Non
     if all(isinstance(entry, str | Mapping) for entry in entries):
         return None
     if len(entries) > 1 and any(isinstance(entry, Mapping) for entry in entries):
-        raise ConfigError("A list of models that has objects has no mappings. Pass functions that build the models instead.")
+        raise ConfigError(
+            "A list of models that has objects has no mappings. Pass functions that build the models instead."
+        )
     return None if isinstance(model, Mapping) else model
 
 

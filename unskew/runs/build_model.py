@@ -50,11 +50,12 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
     own = config.model_options
     options = [own] * len(models) if isinstance(own, dict) else own
     first, *others = [
-        _build_spec(config, federation, entry, values, method)
-        for entry, values in zip(models, options, strict=True)
+        _build_spec(config, federation, entry, values, method) for entry, values in zip(models, options, strict=True)
     ]
     if any(spec.intensities != first.intensities for spec in others):
-        raise ConfigError("Some of the models normalize their inputs themselves and others do not. Use models of one kind.")
+        raise ConfigError(
+            "Some of the models normalize their inputs themselves and others do not. Use models of one kind."
+        )
     first.others = tuple(others)
     return first
 
@@ -73,8 +74,8 @@ def check_several_models(method: Method, count: int) -> None:
     if other is not None or method.sync is None:
         known = [name for name in (*METHODS, *REFERENCES) if rule_class(name).supports_several_models]
         raise ConfigError(
-            f"{other or method.name} needs a common model, so clients cannot have {count} different ones. Methods that exchange "
-            f"no part of the model support this: {', '.join(known)}. Use one of them alone, or one model."
+            f"{other or method.name} needs a common model, so clients cannot have {count} different ones. Methods that "
+            f"exchange no part of the model support this: {', '.join(known)}. Use one of them alone, or one model."
         )
 
 

@@ -55,7 +55,9 @@ def check_method_over_sites(
     reference = apply_task_options(reference, config.loss, config.class_weights)
     run = resolve_run(config, reference, None, method)
     if run.spec.others:
-        raise ConfigError("Clients with models of different architectures are available in simulations only. Use one model.")
+        raise ConfigError(
+            "Clients with models of different architectures are available in simulations only. Use one model."
+        )
     both_ways = next((rule.name for rule in method.client if rule.compresses_broadcast), None)
     if both_ways is not None:
         raise ConfigError(
