@@ -251,6 +251,8 @@ class Experiment(DataSpec):
                 raise ValueError("write options of a list of models either in the list, or in model_options")
             if any(each):
                 values["model_options"] = each
+        if isinstance(values.get("model_options"), list | tuple) and len(values["model_options"]) == 1:
+            (values["model_options"],) = values["model_options"]
         if values.get("optimizer", "sgd") != "sgd":
             values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:

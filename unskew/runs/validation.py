@@ -127,9 +127,9 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             f"diagnose={of_clients[0]} compares models or updates of clients, which here have different architectures. "
             "Remove it."
         )
-    known = [each.module.tokens for each in spec.architectures if isinstance(getattr(each.module, "tokens", None), int)]
-    if known:
-        tokens = min(known)
+    known = [getattr(each.module, "tokens", None) for each in spec.architectures]
+    tokens = min((count for count in known if isinstance(count, int)), default=None)
+    if tokens is not None:
         for k, client in enumerate(federation.clients):
             check_tokens(client.x, tokens, f"client {k}")
         check_tokens(federation.test[0], tokens, "the test set")
