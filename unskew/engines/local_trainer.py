@@ -30,7 +30,7 @@ from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.batch_norm import rejects_single_samples
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn, Model
 from unskew.protocol.context import Context
-from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, replace_fields
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, without_model
 from unskew.protocol.rules import ClientRule, SurveyTime, survey_times
 from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
@@ -266,9 +266,7 @@ class LocalTrainer:
             return self._train_seeded(broadcast, store)
         trainer = (self, *self.others)[broadcast.client % (1 + len(self.others))]
         update = trainer._train_seeded(broadcast, store)
-        # The model stays in the client's state. Updates are summed, so they have the length of the first architecture.
-        b = self.model.b
-        return replace_fields(update, delta=torch.zeros_like(self.model.leaf), buffers=torch.zeros_like(b))
+        return without_model(update, self.setup.spec.size, len(self.model.b))
 
     def _train_seeded(self, broadcast: Broadcast, store: CheckpointStore | None) -> Update:
         number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)

@@ -83,7 +83,8 @@ class SiteTrainer:
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
         federation = samples.federation(reference, config.loss)
-        self.spec = initial_spec(config, federation, None, self.method).to(self.device)
+        self.spec = initial_spec(config, federation, None, self.method).of_client(site.client).to(self.device)
+        self.spec.others = ()  # those of other sites
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, samples.total
         self.wire_context = WireContext(

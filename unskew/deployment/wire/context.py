@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class WireContext:
     buffers: Buffers
     norm: float
     largest: int
+
+    def of_client(self, client: int) -> WireContext:
+        """Return the wire context with the layout of a client's own model, if clients have different architectures."""
+        return replace(self, spec=self.spec.of_client(client)) if self.spec.others else self
 
     @property
     def sends_model(self) -> bool:
