@@ -121,6 +121,16 @@ class WireContext:
         return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
 
 
+def shared_buffers(buffers: Buffers, spec: ModelSpec) -> Buffers:
+    """Return the sharing of buffers in messages: those of different architectures stay at the sites, like the parameters.
+
+    Args:
+        buffers: Sharing of normalization buffers of the run.
+        spec: Layout of the model, or of several.
+    """
+    return "average" if spec.others else buffers
+
+
 def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:
     """Encode tensors of rules as the arrays of one record; of tensors with ``size`` elements only the slices.
 
