@@ -141,7 +141,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.append(("partition hash", str(summary["partition_hash"])))
     sent, received = (format_megabytes(summary[f"bytes_{way}"]) for way in ("up", "down"))
     seconds, rounds = f"{summary['seconds']:.1f} s", format_count(summary["rounds"], "round")
-    sizes = " and ".join(f"{size:,}" for size in summary.get("model_parameters", [summary["parameters"]]))
+    sizes = " / ".join(f"{size:,}" for size in summary.get("model_parameters", [summary["parameters"]]))
     lines += [
         ("model", f"{summary['model']}, {sizes} parameters, buffers: {summary['buffers']}"),
         ("traffic", f"{sent} MB up, {received} MB down"),
