@@ -251,8 +251,9 @@ class Experiment(DataSpec):
                 raise ValueError("write options of a list of models either in the list, or in model_options")
             if any(each):
                 values["model_options"] = each
-        if isinstance(values.get("model_options"), list | tuple) and len(values["model_options"]) == 1:
-            (values["model_options"],) = values["model_options"]
+        listed = values.get("model_options")
+        if isinstance(listed, list | tuple) and len(listed) == 1 and "," not in str(values.get("model")):
+            values["model_options"] = listed[0]
         if values.get("optimizer", "sgd") != "sgd":
             values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
