@@ -171,16 +171,17 @@ def check_finite(rule: object, owner: str) -> None:
             build_from_options(type(rule), {key: value}, owner, f"{owner}:")
 
 
-def all_finite(values: dict[str, Any]) -> dict[str, Any]:
+def all_finite(values: Any) -> Any:
     """Validate that nested values contain only finite numbers and string keys, as files cannot store others.
 
     Args:
-        values: Values to check: numbers, texts, lists and dictionaries.
+        values: Values to check: numbers, texts, lists and dictionaries, in a dictionary or several.
 
     Raises:
         ValueError: If a number is not finite, or a key is not a string.
     """
-    entries = [(str(key), value) for key, value in values.items()]
+    options = values if isinstance(values, tuple) else (values,)
+    entries = [(str(key), value) for each in options for key, value in each.items()]
     while entries:
         name, value = entries.pop()
         if isinstance(value, float) and not math.isfinite(value):

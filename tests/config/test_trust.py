@@ -44,6 +44,8 @@ CODE = {
     "generator": {"model": "logistic", "method": "fedssyn:generator=sent_module:net"},
     "keep": {"model": "logistic", "method": "fedssyn:generator=vae-small,epochs=1,keep=sent_module:net"},
     "mapping": {"model": {"name": "sent_module:net"}},
+    "one of several models": {"model": "hf:opt,sent_module:net", "method": "local"},
+    "list of models": {"model": ["logistic", {"name": "sent_module:net"}], "method": "local"},
     "of unskew": {"model": "unskew.config.loader:yaml.unsafe_load", "model_options": {"stream": EVIL}},
     "numpy by unskew": {"model": "unskew.data.sources.npz:np.load", "model_options": {"file": "evil.npy"}},
     "a class of unskew": {"model": "logistic", "method": "unskew.methods.fedprox.FedProx"},

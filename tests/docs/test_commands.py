@@ -20,6 +20,7 @@ from unskew.data.load import federation_of
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.sources.registry import SOURCES
 from unskew.methods.registry import method
+from unskew.models.names import split_models
 from unskew.models.registry import HUB, MODELS
 from unskew.reproduction.preset import load_preset, preset_cells
 from unskew.reproduction.study import load_study, study_names
@@ -94,7 +95,7 @@ def test_a_command_that_is_shown_is_valid(line, after_demo):
     config = experiment({name: value for name, value in values.items() if known or name in Experiment.model_fields})
     parse_partition(config.partition)
     assert config.data.partition(":")[0] in SOURCES
-    assert config.model in MODELS or ":" in config.model
+    assert all(name in MODELS or ":" in name for name in split_models(config.model))
     if words[0] == "reproduce" and given["preset"]:
         (load_study if given["preset"] in study_names() else load_preset)(given["preset"])
         named = given["rows"] or given["columns"]

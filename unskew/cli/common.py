@@ -295,7 +295,9 @@ def resume_command(folder: Path, config: Experiment) -> str:
         folder: Run folder.
         config: Configuration of the run.
     """
-    own = ":" in config.model and not config.model.startswith("hf:")
+    from unskew.config.trust import is_registered_model
+
+    own = not is_registered_model(config.model)
     own = own or bool(re.search(r"(^|\+)\s*\w+\.\w|=[\w.]+:\w", config.method))
     trackers = ["--set", f"trackers=[{', '.join(config.trackers)}]"] if {*config.trackers} - {"tensorboard"} else []
     return shlex.join(["unskew", "resume", str(folder), *trackers, *(["--trust-code"] if own else [])])

@@ -11,7 +11,7 @@ from unskew.config.loader import experiment, set_field
 from unskew.errors import ConfigError
 from unskew.models.grouped.context import grouped_form_or_reason
 from unskew.models.layer_groups import layer_groups, split_at_depth
-from unskew.models.names import HUB
+from unskew.models.names import HUB, split_models
 from unskew.models.registry import MODELS, resolve_model
 from unskew.models.spec import ModelSpec
 
@@ -43,6 +43,9 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
     if not {"model", "model_options", "head"} >= set(values):
         raise ConfigError("unskew models supports only --set model_options.NAME=VALUE and --set head=NAME.")
     config = experiment(values)
+    options = config.model_options
+    if not isinstance(options, dict) or len(split_models(config.model)) > 1:
+        raise ConfigError(f"unskew models shows one model, not {config.model}. Name one of them.")
     own = config.model in MODELS and MODELS[config.model].texts
     texts = own or (config.model.startswith(HUB) and (shape is None or "," not in shape))
     shape = ("8" if texts else "3,32,32") if shape is None else shape
@@ -55,7 +58,7 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
     per_token = texts and classes is None and not own
     count = classes or (1 if per_token else 10)
     task = "language" if per_token else "classification"
-    module = resolve_model(config.model, sides, count, config.model_options, task)
+    module = resolve_model(config.model, sides, count, options, task)
     ids = torch.int64 if texts else None
     return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=per_token)
 

@@ -141,8 +141,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         lines.append(("partition hash", str(summary["partition_hash"])))
     sent, received = (format_megabytes(summary[f"bytes_{way}"]) for way in ("up", "down"))
     seconds, rounds = f"{summary['seconds']:.1f} s", format_count(summary["rounds"], "round")
+    sizes = " / ".join(f"{size:,}" for size in summary.get("model_parameters", [summary["parameters"]]))
     lines += [
-        ("model", f"{summary['model']}, {summary['parameters']:,} parameters, buffers: {summary['buffers']}"),
+        ("model", f"{summary['model']}, {sizes} parameters, buffers: {summary['buffers']}"),
         ("traffic", f"{sent} MB up, {received} MB down"),
         ("time", f"{seconds} for {rounds}, engine {summary['engine']}{clients_per_group}"),
     ]

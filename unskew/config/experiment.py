@@ -27,7 +27,7 @@ from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import parse_names
 from unskew.methods.descriptions import own_diagnostics
 from unskew.methods.registry import method
-from unskew.models.names import HUB, parse_model
+from unskew.models.names import HUB, parse_model, parse_models, split_models
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.training_config import Training
 from unskew.simulation.samplers.registry import parse_sampling
@@ -74,9 +74,12 @@ class Experiment(DataSpec):
 
     model: Annotated[str, MODEL, TRAINING] = "cnn"
     """Model: logistic, mlp, table-mlp, cnn, resnet20, ... (``unskew models``), ``hf:NAME``, ``package.module:factory``, or in
-    a file a mapping of ``hf`` or ``name`` and options."""
-    model_options: Annotated[dict[str, Any], AfterValidator(all_finite)] = Field(default_factory=dict)
-    """Options of the model."""
+    a file a mapping of ``hf`` or ``name`` and options. If clients have different models: names separated by commas, or a
+    list."""
+    model_options: Annotated[dict[str, Any] | tuple[dict[str, Any], ...], AfterValidator(all_finite)] = Field(
+        default_factory=dict
+    )
+    """Options of the model, or of each of several models; a list has one mapping per model."""
     head: str | None = None
     """Module that is the head; by default the last linear layer."""
     buffers: Literal["average", "local", "reset"] = "average"
@@ -243,6 +246,15 @@ class Experiment(DataSpec):
         if isinstance(values.get("model"), Mapping):
             values["model"], options = parse_model(values["model"])
             values["model_options"] = {**options, **(values.get("model_options") or {})}
+        if isinstance(values.get("model"), list | tuple):
+            values["model"], each = parse_models(values["model"])
+            if any(each) and values.get("model_options"):
+                raise ValueError("write options of a list of models either in the list, or in model_options")
+            if any(each):
+                values["model_options"] = each
+        listed = values.get("model_options")
+        if isinstance(listed, list | tuple) and len(listed) == 1 and "," not in str(values.get("model")):
+            values["model_options"] = listed[0]
         if values.get("optimizer", "sgd") != "sgd":
             values.setdefault("lr", 0.001)
         if values.get("local_steps") is None and values.get("local_epochs") is None:
@@ -270,6 +282,9 @@ class Experiment(DataSpec):
         if self.local_steps is not None and self.local_epochs is not None:
             raise ValueError("local_steps and local_epochs cannot be combined; set only one of them")
         self._check_schedule()
+        models = split_models(self.model)
+        if not isinstance(self.model_options, dict) and len(self.model_options) != len(models):
+            raise ValueError(f"model_options is a list of {len(self.model_options)} for {len(models)} models")
         if self.nesterov and not self.momentum:
             raise ValueError("nesterov requires momentum above 0")
         if self.optimizer != "sgd" and self.momentum:
@@ -346,7 +361,9 @@ class Experiment(DataSpec):
 
         own = None
         if is_text(self.data):
-            own = self.model.removeprefix(HUB) if self.model.startswith(HUB) else OWN_TOKENIZERS.get(self.model)
+            names = split_models(self.model)
+            known = {n.removeprefix(HUB) if n.startswith(HUB) else OWN_TOKENIZERS.get(n) for n in names}
+            own = known.pop() if len(known) == 1 else None
         text = self.text if own is None or self.text.tokenizer else self.text.model_copy(update={"tokenizer": own})
         return DataSpec.model_construct(
             **{name: getattr(self, name) for name in DataSpec.model_fields} | {"text": text}

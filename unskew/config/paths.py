@@ -8,7 +8,7 @@ from typing import Any
 from unskew.config.experiment import Experiment
 from unskew.data.sources.registry import PATHS
 from unskew.data.spec import TABLES
-from unskew.models.names import HUB
+from unskew.models.names import HUB, split_models
 
 PREFIXES = (*PATHS, "text", "trace", HUB.rstrip(":"))
 """Prefixes of names that continue with a path, as in ``table:PATH``."""
@@ -43,9 +43,10 @@ def with_absolute_paths(config: Experiment) -> Experiment:
     }
     names = {
         name: absolute_source_name(getattr(config, name))
-        for name in ("data", "server_data", "model")
+        for name in ("data", "server_data")
         if config.data_path is None or name != "data"
     }
+    names["model"] = ",".join(str(absolute_source_name(name)) for name in split_models(config.model))
     tokenizer = config.text.tokenizer
     if tokenizer is not None and Path(tokenizer).expanduser().is_dir():
         tokenizer = absolute_if_exists(tokenizer)

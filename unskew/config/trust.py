@@ -19,7 +19,7 @@ from unskew.config_fields import inner_section
 from unskew.errors import ConfigError
 from unskew.expressions import parse_names
 from unskew.methods.registry import check_expression
-from unskew.models.names import HUB
+from unskew.models.names import HUB, split_models
 from unskew.protocol.search_space import parse_range
 
 TRUST = "add --trust-code (in Python trust_code=True)"
@@ -56,8 +56,8 @@ def is_registered_method(expression: str) -> bool:
 
 
 def is_registered_model(name: str) -> bool:
-    """Return whether a model is registered, belongs to a plugin, or is on the Hugging Face Hub."""
-    return ":" not in name or name.startswith(HUB)
+    """Return whether each of one or several models is registered, belongs to a plugin, or is on the Hugging Face Hub."""
+    return all(":" not in each or each.startswith(HUB) for each in split_models(name))
 
 
 def is_built_in_metric(names: str) -> bool:

@@ -124,6 +124,8 @@ def diagnose(
     fed = federation_of(config.data_spec, config.seed) if federation is None else federation
     fed = apply_task_options(fed, config.loss, config.class_weights)
     spec = initial_spec(config, fed, model_object(model), method(config.method)).to(device)
+    if spec.others:
+        raise ConfigError("The diagnosis measures one model. Choose one of those of the clients.")
     scope = validate_scope(
         MeasurementScope(
             clients=sample_clients,

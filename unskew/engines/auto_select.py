@@ -185,7 +185,8 @@ def choose_engine(
     if setup.device.type != "cpu":
         if request.clients_per_group not in ("auto", 1):
             raise ConfigError("clients_per_group needs device=cpu; on another device, use engine=vectorized.")
-        engine = engine_by_rule(setup.device.type, 1) if request.engine == "auto" else request.engine
+        by_rule = "inline" if setup.spec.others else engine_by_rule(setup.device.type, 1)
+        engine = by_rule if request.engine == "auto" else request.engine
         return EngineChoice(engine, 1, asked=request.identity)
     engine = engine_by_rule("cpu", workers) if request.engine == "auto" else request.engine
     group = min(request.clients_per_group, cohort) if isinstance(request.clients_per_group, int) else 1
@@ -193,7 +194,7 @@ def choose_engine(
     plain = EngineChoice(engine, workers, group, decided=decided, asked=request.identity)
     open_ended = request.engine == "auto" or (request.engine == "processes" and request.clients_per_group == "auto")
     choice = plain
-    if open_ended and not resume:
+    if open_ended and not resume and not setup.spec.others:  # others are neither grouped nor measured
         try:
             choice = _measure(request, plain, setup, Budget(cohort, rounds, *_local_work(setup)))
         except Exception as error:  # the run itself reports what is wrong with a step

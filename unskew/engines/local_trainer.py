@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cached_property, partial, reduce
 from typing import Any, TypeVar
 
@@ -29,7 +30,7 @@ from unskew.errors import ConfigError, DataError, short_repr
 from unskew.models.batch_norm import rejects_single_samples
 from unskew.models.execution import Batch, BoundModel, GradFn, LossFn, Model
 from unskew.protocol.context import Context
-from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update
+from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, without_model
 from unskew.protocol.rules import ClientRule, SurveyTime, survey_times
 from unskew.seeding import derive, fold, seeded_globals
 from unskew.tasks.base import Task
@@ -111,9 +112,14 @@ def check_batch_sizes(setup: EngineConfig) -> None:
         title = federation.client_title(federation.sizes.tolist().index(1))
         name = next(rule.name for rule in setup.rules if rule.validation)
         raise DataError(f"{title} has one sample, of which {name} can keep none for validation. Give it more samples.")
-    if any(rule.poisson_batches for rule in setup.rules) or not rejects_single_samples(setup.spec, setup.device):
+    if any(rule.poisson_batches for rule in setup.rules):
+        return
+    rejects = [rejects_single_samples(spec, setup.device) for spec in setup.spec.architectures]
+    if not any(rejects):
         return
     for client, size in enumerate(map(setup.num_trained, federation.sizes.tolist())):
+        if not rejects[client % len(rejects)]:
+            continue
         lengths = [cut.stop - cut.start for cut in training.cuts(size)]
         if 1 in lengths and training.steps(size, client) > lengths.index(1):
             why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
@@ -149,10 +155,11 @@ def requested_carry(rules: tuple[ClientRule, ...], carries: list[Tensors], broad
 
 
 class LocalTrainer:
-    """Trains one client at a time on one reused model."""
+    """Trains one client at a time on one reused model, or on one of each architecture if clients have different ones."""
 
     def __init__(self, setup: EngineConfig):
         self.setup = setup
+        self.others = [LocalTrainer(replace(setup, spec=spec)) for spec in setup.spec.others]
         self.model = BoundModel(setup.spec, setup.device)
         self.inputs = ClientInputs(setup)
         self.needs_full_gradient = any(
@@ -260,6 +267,13 @@ class LocalTrainer:
             broadcast: Message from the server.
             store: Storage of checkpoints of the training, from which an interrupted one continues.
         """
+        if not self.others:
+            return self._train_seeded(broadcast, store)
+        trainer = (self, *self.others)[broadcast.client % (1 + len(self.others))]
+        update = trainer._train_seeded(broadcast, store)
+        return without_model(update, self.setup.spec.size, len(self.model.b))
+
+    def _train_seeded(self, broadcast: Broadcast, store: CheckpointStore | None) -> Update:
         number = derive(self.setup.seed, "model draws", broadcast.round, broadcast.client)
         with seeded_globals(self.setup.spec.draws_globally, number, self.setup.device):
             return self._train(broadcast, store)

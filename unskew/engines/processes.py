@@ -196,7 +196,7 @@ class ProcessesEngine:
         self.setup, self.clients_per_group = setup, clients_per_group
         form = grouped_form(setup.spec) if clients_per_group > 1 else None
         self.inbox = SharedMemory()
-        large = clients_per_group > 1 or setup.spec.size * setup.spec.dtype.itemsize > LARGE_BYTES
+        large = clients_per_group > 1 or setup.spec.largest_size * setup.spec.dtype.itemsize > LARGE_BYTES
         self.ahead = 1 if large else AHEAD
         # When a worker starts a task, the parent may still have to copy the results of the tasks assigned before.
         self.outboxes = [[SharedMemory() for _ in range(self.ahead + 1)] for _ in range(workers)]
@@ -253,7 +253,7 @@ class ProcessesEngine:
         if self.clients_per_group > 1 or not broadcasts:
             return 1
         values = sum(tensor.numel() * tensor.element_size() for tensor in broadcasts[0].state.tensors().values())
-        size = self.setup.spec.size * self.setup.spec.dtype.itemsize + values
+        size = self.setup.spec.largest_size * self.setup.spec.dtype.itemsize + values
         return max(1, min(MAX_BUNDLE, MAX_BUNDLE_BYTES // size))
 
     def _wait_for_replies(self, asked: list[Connection]) -> list[Any]:

@@ -64,9 +64,15 @@ def make_engine(
         threads: Number of threads of ``inline``; None for PyTorch's.
 
     Raises:
-        ConfigError: If the engine does not exist, or an option is not valid.
+        ConfigError: If the engine does not exist, an option is not valid, or clients with models of different architectures
+            would be trained together.
         EngineError: If the engine is not available on this machine.
     """
+    if setup.spec.others and (engine == "vectorized" or clients_per_group > 1):
+        raise ConfigError(
+            "Clients with models of different architectures are trained one at a time. Use engine=inline, processes or ray, "
+            "and clients_per_group=1."
+        )
     if engine == "inline":
         return InlineEngine(setup, clients_per_group, threads)
     if engine == "processes":

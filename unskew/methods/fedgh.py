@@ -51,17 +51,25 @@ class FedGH(ClassMeans):
     batch: Annotated[int, Field(ge=1)] = 10
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the head is trained.
+        """Validate that the head is trained, and that it has one shape.
 
         Args:
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the head is frozen.
+            ConfigError: If the head is frozen, or the heads of several architectures differ.
         """
-        if not run.spec.head_trains:
-            raise ConfigError(f"fedgh trains the head of the model, but {run.spec.head_name!r} is frozen. Unfreeze it.")
-        return super().check(run)
+        for spec in run.spec.architectures:
+            if not spec.head_trains:
+                raise ConfigError(f"fedgh trains the head of the model, but {spec.head_name!r} is frozen. Unfreeze it.")
+        notes = super().check(run)
+        shapes = [list(spec.head_shapes.values()) for spec in run.spec.architectures]
+        if any(shape != shapes[0] for shape in shapes):
+            raise ConfigError(
+                f"fedgh gives all clients one head, but the heads of the models have parameters of different shapes: "
+                f"{', '.join(map(str, shapes))}. Use models with equal heads."
+            )
+        return notes
 
     def begin(self, ctx: Context) -> Tensors:
         """Start from the own body and the received head."""

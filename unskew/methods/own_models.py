@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from unskew.errors import ConfigError
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.client_rule import Forward
@@ -77,8 +78,26 @@ class ClassMeans(OwnModels):
     """Base of methods whose clients send the mean feature of each of their classes."""
 
     needs: Collection[str] = ("one_class",)
+    supports_several_models: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"present": (0.0, 1.0)}
     survey_at: ClassVar[SurveyTime | None] = "trained"
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate that the features of all architectures have one shape; warn about the global model.
+
+        Args:
+            run: Run to check, with its configuration, federation and model.
+
+        Raises:
+            ConfigError: If the shapes differ.
+        """
+        shapes = [spec.feature_shape for spec in run.spec.architectures]
+        if len(set(shapes)) > 1:
+            raise ConfigError(
+                f"{self.name} exchanges the mean features of classes, but the models have features (inputs of the head) of "
+                f"different shapes: {', '.join(map(str, shapes))}. Set their widths in model_options, such as hidden of mlp."
+            )
+        return super().check(run)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's number of samples per class, ``[C]``."""

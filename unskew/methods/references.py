@@ -124,6 +124,7 @@ class Local(SyncRule):
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "reference: each client trains alone"
     paper: ClassVar[str] = ""
+    supports_several_models: ClassVar[bool] = True
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject all other methods."""
@@ -138,7 +139,7 @@ class Local(SyncRule):
         Raises:
             ConfigError: If the models are too large, or updates are delayed.
         """
-        needed = 4 * run.spec.size * len(run.federation.clients)
+        needed = 4 * run.spec.largest_size * len(run.federation.clients)
         if needed > LARGEST:
             raise ConfigError(
                 f"local stores a model for each client, which needs {needed / 1e9:.0f} GB here. Use fewer clients or a "

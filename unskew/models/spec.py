@@ -103,6 +103,7 @@ class ModelSpec:
         draws_globally: Whether a pass in training mode draws from global generators, so that clients are trained one at a
             time, each with seeds of its own.
         unseeded_layer: Layer whose random numbers no seed determines, or None.
+        others: Further architectures, if clients have models of different ones.
     """
 
     names: list[str]
@@ -125,6 +126,7 @@ class ModelSpec:
     grouped_model: GroupedForm | None
     draws_globally: bool
     unseeded_layer: str | None
+    others: tuple[ModelSpec, ...] = ()
 
     def __init__(
         self,
@@ -237,12 +239,27 @@ class ModelSpec:
         """Name prefix of the head's parameters."""
         return self.head_name + "." if self.head_name else ""
 
+    @property
+    def architectures(self) -> tuple[ModelSpec, ...]:
+        """Layouts of all architectures; only this one unless clients have different ones."""
+        return (self, *self.others)
+
+    @property
+    def largest_size(self) -> int:
+        """Number of parameters of the largest architecture."""
+        return max(spec.size for spec in self.architectures)
+
+    def of_client(self, client: int) -> ModelSpec:
+        """Return the layout of a client's model: client ``k`` has architecture number ``k`` modulo their count."""
+        return self.architectures[client % (1 + len(self.others))]
+
     @cached_property
     def frozen(self) -> str:
         """Hash of the frozen parameters, 16 hexadecimal digits, which a resumed run compares; empty if there are none."""
-        constants = {n: p for n, p in self.module.named_parameters() if not p.requires_grad}
+        named = [pair for spec in self.architectures for pair in spec.module.named_parameters()]
+        constants = [(name, p) for name, p in named if not p.requires_grad]
         digest = hashlib.sha256()
-        for name, tensor in constants.items():
+        for name, tensor in constants:
             digest.update(name.encode())
             digest.update(tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()[:16] if constants else ""
@@ -252,9 +269,10 @@ class ModelSpec:
         return copy_module(self.module, {id(p): p for p in self.module.parameters() if not p.requires_grad})
 
     def to(self, device: torch.device) -> ModelSpec:
-        """Move the module to ``device`` in place; returns ``self``."""
-        self.module.to(device)
-        self.counters = {n: b.to(device) for n, b in self.counters.items()}
+        """Move the modules to ``device`` in place; returns ``self``."""
+        for spec in self.architectures:
+            spec.module.to(device)
+            spec.counters = {n: b.to(device) for n, b in spec.counters.items()}
         return self
 
     def flatten(self, module: nn.Module | None = None) -> Tensor:
@@ -318,6 +336,12 @@ class ModelSpec:
         with torch.no_grad():
             return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
 
+    @property
+    def head_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the head's own trainable parameters, by their names in the head."""
+        pairs = zip(self.names, self.shapes, strict=True)
+        return {n.removeprefix(self._prefix): s for n, s in pairs if n.startswith(self._prefix)}
+
     def head_of(self, v: Tensor) -> Tensor:
         """Return the head's slices of ``v [d]`` as one vector."""
         return torch.cat([v[part] for part in self.parts["head"]])
@@ -329,11 +353,10 @@ class ModelSpec:
             v: Parameters of the model, ``[d]``, or only of its head, as returned by ``head_of``; differentiable.
             features: Inputs of the head, ``[B, f]``; differentiable.
         """
-        prefix = self._prefix
-        own = [(n, s) for n, s in zip(self.names, self.shapes, strict=True) if n.startswith(prefix)]
-        sizes = [math.prod(shape) for _, shape in own]
+        own = self.head_shapes
+        sizes = [math.prod(shape) for shape in own.values()]
         pieces_of_head = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
-        tensors = {n.removeprefix(prefix): p.view(s) for (n, s), p in zip(own, pieces_of_head, strict=True)}
+        tensors = {name: p.view(own[name]) for name, p in zip(own, pieces_of_head, strict=True)}
         with self.precision(v.device):
             logits: Tensor = functional_call(self.module.get_submodule(self.head_name).eval(), tensors, (features,))
         return logits.to(v.dtype)

@@ -280,6 +280,20 @@ class Update:
         )
 
 
+def without_model(update: Update, size: int, num_buffers: int) -> Update:
+    """Return an update whose model stays at the client, if clients have models of different architectures.
+
+    Updates are summed, so all have the length of one model; nothing of it is exchanged.
+
+    Args:
+        update: Update of a client.
+        size: Number ``d`` of parameters of the model at the server.
+        num_buffers: Number ``m`` of values in its buffers.
+    """
+    delta, buffers = update.delta.new_zeros(size), update.buffers.new_zeros(num_buffers)
+    return replace_fields(update, delta=delta, buffers=buffers)
+
+
 @dataclass(frozen=True)
 class SummedUpdate:
     """Sum of the updates of several clients of a round: opened under secure aggregation, or computed by an engine.

@@ -52,6 +52,10 @@ class Rule:
     supports_delays: ClassVar[bool] = True
     """False if the rule needs all updates of a round in the same round, so that it conflicts with ``network.delay``."""
 
+    supports_several_models: ClassVar[bool] = False
+    """True if clients may have models of different architectures: the rule exchanges nothing that is as long as a model, and
+    its server half does not read the model."""
+
     spaces: ClassVar[Mapping[str, object]] = {}
     """Search spaces of ``unskew tune`` for the options that are worth tuning, by option: ``{"mu": "0.001:1:log"}``.
 

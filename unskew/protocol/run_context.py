@@ -97,7 +97,7 @@ class PreRunContext:
             name: Name of the rule.
             option: Option of the rule that uses features.
         """
-        if self.spec.parts["body"]:
+        if all(spec.parts["body"] for spec in self.spec.architectures):
             return ()
         return (
             f"{name} changes how features are learned, but this model has no trained features: {option} has no effect.",

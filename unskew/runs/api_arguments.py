@@ -47,9 +47,15 @@ def config_from_arguments(
         texts = federation.test[0].dtype == torch.int64 and "one_class" in federation.objective.provides
         values["model"] = "text-mlp" if texts else "table-mlp"
     if model is not None:
-        named = isinstance(model, str | Mapping)
-        values["model"] = model if named else str(getattr(model, "__name__", type(model).__name__))
+        values["model"] = model if model_object(model) is None else model_label(model)
     return values
+
+
+def model_label(model: ModelLike | Mapping[str, Any]) -> str:
+    """Return the names of a model or several ones; those of objects are the names of their functions or classes."""
+    entries = model if isinstance(model, list | tuple) else [model]
+    names = [entry if isinstance(entry, str) else getattr(entry, "__name__", type(entry).__name__) for entry in entries]
+    return ",".join(map(str, names))
 
 
 def check_federation(federation: object) -> None:
@@ -75,8 +81,22 @@ def check_callbacks(callbacks: object) -> None:
 
 
 def model_object(model: ModelLike | Mapping[str, Any] | None) -> ModelLike | None:
-    """Return the model if it was passed as an object, or None if it was passed by name."""
-    return None if isinstance(model, str | Mapping) else model
+    """Return the model, or the list of several, if it was passed as an object, or None if it was passed by name.
+
+    Args:
+        model: Model that was passed, or None.
+
+    Raises:
+        ConfigError: If a list has objects and mappings.
+    """
+    entries = model if isinstance(model, list | tuple) else [model]
+    if all(isinstance(entry, str | Mapping) for entry in entries):
+        return None
+    if len(entries) > 1 and any(isinstance(entry, Mapping) for entry in entries):
+        raise ConfigError(
+            "A list of models that has objects has no mappings. Pass functions that build the models instead."
+        )
+    return None if isinstance(model, Mapping) else model
 
 
 def method_expression(method: MethodLike) -> str:

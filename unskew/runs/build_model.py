@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,6 +15,9 @@ from unskew.data.normalization import Normalization
 from unskew.data.readers.encoders import category_counts
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError
+from unskew.methods.registry import METHODS, REFERENCES, rule_class
+from unskew.models.names import split_models
+from unskew.models.registry import ModelLike as OneModel
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
 from unskew.models.user_modules import copy_module, random_draws
@@ -21,19 +25,65 @@ from unskew.models.zoo.hf_wrappers import CausalLM
 from unskew.protocol.rules import Method
 from unskew.seeding import derive
 
-ModelLike = str | nn.Module | Callable[..., nn.Module]
+ModelLike = OneModel | Sequence[OneModel]
+"""Types of a model that is passed in Python; a list gives clients models of different architectures."""
 DTYPES = {"fp32": torch.float32, "tf32": torch.float32, "bf16": torch.float32, "fp64": torch.float64}
 
 
 def initial_spec(config: Experiment, federation: Federation, model: ModelLike | None, method: Method) -> ModelSpec:
     """Build the model and return its layout and initial parameters, which depend on the seed only.
 
+    If clients have models of different architectures, the layout of the first one contains those of the others.
+
     Args:
         config: Configuration of the run.
         federation: Data of all clients.
-        model: Model that was passed in Python; None builds the configured one.
+        model: Model, or several, that were passed in Python; None builds the configured ones.
         method: Method of the run.
+
+    Raises:
+        ConfigError: If the method does not support several models, or only some of them normalize their inputs.
     """
+    given = config.model if model is None else model
+    models = split_models(given) if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    if len(models) > 1:
+        check_several_models(method, len(models))
+    own = config.model_options
+    options = [own] * len(models) if isinstance(own, dict) else own
+    first, *others = [
+        _build_spec(config, federation, entry, values, method) for entry, values in zip(models, options, strict=True)
+    ]
+    if any(spec.intensities != first.intensities for spec in others):
+        raise ConfigError(
+            "Some of the models normalize their inputs themselves and others do not. Use models of one kind."
+        )
+    first.others = tuple(others)
+    return first
+
+
+def check_several_models(method: Method, count: int) -> None:
+    """Validate that clients may have models of different architectures.
+
+    Args:
+        method: Method of the run.
+        count: Number of models.
+
+    Raises:
+        ConfigError: If a rule of the method does not support it.
+    """
+    other = next((rule.name for rule in method.rules if not rule.supports_several_models), None)
+    if other is not None or method.sync is None:
+        known = [name for name in (*METHODS, *REFERENCES) if rule_class(name).supports_several_models]
+        raise ConfigError(
+            f"{other or method.name} needs a common model, so clients cannot have {count} different ones. Methods that "
+            f"exchange no part of the model support this: {', '.join(known)}. Use one of them alone, or one model."
+        )
+
+
+def _build_spec(
+    config: Experiment, federation: Federation, model: OneModel, options: Mapping[str, Any], method: Method
+) -> ModelSpec:
+    """Build one model; models of one kind have the same initial parameters."""
     x = federation.test[0]
 
     def spec_of(module: nn.Module, head: str | None) -> ModelSpec:
@@ -52,10 +102,10 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(config.seed, "initial model"))
         module = resolve_model(
-            config.model if model is None else model,
+            model,
             federation.shape,
             federation.classes,
-            config.model_options,
+            options,
             federation.task,
             category_counts(federation.encoders),
         )

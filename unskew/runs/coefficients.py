@@ -102,7 +102,8 @@ def check_coefficients(config: Experiment, federation: Federation, built_in: boo
     """
     design, task = Design(federation), federation.objective
     name, inputs = config.model if built_in else "an object", len(design.columns) - design.intercepts
-    fits = name == task.linear_model and not config.model_options.get("hidden")
+    options = config.model_options if isinstance(config.model_options, dict) else {}
+    fits = name == task.linear_model and not options.get("hidden")
     two_classes = "one_class" not in task.provides or federation.classes == 2
     if not fits or not two_classes or len(federation.shape) != 1 or inputs > MOST_INPUTS:
         raise ConfigError(

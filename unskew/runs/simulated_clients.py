@@ -150,7 +150,8 @@ class SimulatedClients:
             return parts.evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
 
         own_statistics = config.buffers == "local" and parts.spec.buffer_sizes
-        scores = evaluate(partial(personal_models.stored_models, server, personal=False) if own_statistics else None)
+        differ = own_statistics or parts.spec.others
+        scores = evaluate(partial(personal_models.stored_models, server, personal=False) if differ else None)
         own: ClientScores | None = None
         if personal_models.has_fine_tuning(parts.method):
             tuned = partial(personal_models.fine_tuned_models, server, engine, config.rounds, parts.sampler.size)

@@ -16,6 +16,7 @@ from unskew.errors import ConfigError, MethodConflictError, unknown_name
 from unskew.methods.dp_sites import site_noise
 from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
+from unskew.models.names import split_models
 from unskew.models.registry import MODELS
 from unskew.option_parsing import option_defaults
 from unskew.protocol.federation_info import FederationInfo
@@ -99,15 +100,18 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
-    if coded and model is None and config.model in MODELS and not MODELS[config.model].reads_categories:
+    names = split_models(config.model) if coded and model is None else []
+    unread = next((name for name in names if name in MODELS and not MODELS[name].reads_categories), None)
+    if unread is not None:
         warnings.append(
-            f"{config.model} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
+            f"{unread} treats the category codes of {', '.join(coded)} as numbers, which are rarely meaningful. Use "
             "logistic or table-mlp, which learn weights for each category."
         )
     spec = run.spec
-    if spec.unseeded_layer is not None:
+    unseeded = next((each.unseeded_layer for each in spec.architectures if each.unseeded_layer is not None), None)
+    if unseeded is not None:
         warnings.append(
-            f"Another engine, or a resumed run, gives other numbers: the outputs of the model, from {spec.unseeded_layer} "
+            f"Another engine, or a resumed run, gives other numbers: the outputs of the model, from {unseeded} "
             "on, differ between two passes with the same inputs and seed. The model has a random generator or a counter of "
             "its own. Draw from the global generators instead, as torch.rand does."
         )
@@ -118,9 +122,16 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         raise ConfigError(
             f"diagnose={of_one_round[0]} compares the clients of one round and does not support {which}. Remove one."
         )
-    tokens = getattr(spec.module, "tokens", None)
-    if isinstance(tokens, int):
-        packed = bool(getattr(spec.module, "packed", False))
+    if spec.others and of_clients:
+        raise ConfigError(
+            f"diagnose={of_clients[0]} compares models or updates of clients, which here have different architectures. "
+            "Remove it."
+        )
+    modules = [each.module for each in spec.architectures]
+    known = [getattr(module, "tokens", None) for module in modules]
+    tokens = min((count for count in known if isinstance(count, int)), default=None)
+    if tokens is not None:
+        packed = any(getattr(module, "packed", False) for module in modules)
         for k, client in enumerate(federation.clients):
             check_tokens(client.x, tokens, f"client {k}", packed)
         check_tokens(federation.test[0], tokens, "the test set", packed)

@@ -103,6 +103,10 @@ def model_of_client(
         raise CheckpointError(
             f"The last checkpoint of {folder}, which contains the personal models, is missing or corrupted."
         )
+    serving = "the global model"
+    if spec.others:
+        spec = spec.of_client(client.number)
+        final, serving = (spec.flatten(), spec.flatten_buffers()), "the initial model of its architecture"
     with checkpoint_errors(path):
         state = ClientState.of(_kept(path, list(manifest["files"]), client.number))
         v, b = serving_model(method, spec, config.buffers, state, *final, own)
@@ -111,9 +115,9 @@ def model_of_client(
     if not own or state.model is not None or any(PERSONAL in rule_state for rule_state in state.rules.values()):
         return v, b, ""
     cause = (
-        f"Client {client.name} is unseen: it took no part in training, so the global model serves it."
+        f"Client {client.name} is unseen: it took no part in training, so {serving} serves it."
         if client.unseen
-        else f"The run has no personal model of client {client.name}, so the global model serves it: the client took part in "
+        else f"The run has no personal model of client {client.name}, so {serving} serves it: the client took part in "
         "no round, or its model stays at its site."
     )
     return v, b, f"{cause} {initial_values_note(method, spec)}".rstrip()

@@ -21,6 +21,7 @@ from unskew.diagnosis.diagnose import FINAL, final_model
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import check_run, parse_path, read_file
 from unskew.methods.registry import method as method_of
+from unskew.models.names import split_models
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import NAME as INPUTS
@@ -77,7 +78,7 @@ class OpenedRun:
 
     Attributes:
         folder: The run folder.
-        config: Configuration of the run.
+        config: Configuration of the run, with the name of this model if clients have different ones.
         inputs: Input specification of the model.
         spec: Layout of the model.
         module: The model in eval mode: the global model, or a client's personal model.
@@ -166,6 +167,9 @@ def open_run(
         v, b, note = model_of_client(folder, config, method, spec, final, served)
         if note:
             warnings.warn(note, RuntimeWarning, stacklevel=3)
+    number = 0 if served is None else served.number
+    names = split_models(config.model)
+    spec, config = spec.of_client(number), config.model_copy(update={"model": names[number % len(names)]})
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
     return OpenedRun(folder, config, inputs, spec, module, note, served)
 

@@ -235,7 +235,7 @@ def training_text(opened: OpenedRun, own: dict[str, Any]) -> str:
         f"- Method: {code(own['method'])}{' (' + '; '.join(papers) + ')' if papers else ''}.",
         f"- {escape_markdown(own['rounds'])} rounds with {100 * config.participation:g} % of the clients each, {work} per "
         f"round, batch size {config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
-        f"- Model: {code(config.model)}, {escape_markdown(own['parameters'])} trained parameters. Client weighting: "
+        f"- Model: {code(config.model)}, {opened.spec.size} trained parameters. Client weighting: "
         f"{code(own['client_weighting'])}.",
         f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
     ]

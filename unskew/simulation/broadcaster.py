@@ -40,10 +40,21 @@ class Broadcaster:
         # A mean of whole models would not be protected by a robust rule in the aggregate slot.
         self.wants_models = "mean_model" in setup.needs and setup.method.aggregate is None
         self._initial_buffers = setup.spec.flatten_buffers()
+        several = setup.spec.architectures if setup.spec.others else ()
+        self._initial = [(spec.flatten(), spec.flatten_buffers()) for spec in several]
 
     def request_models(self) -> None:
         """Let clients report their whole models, for measurements."""
         self.wants_models = True
+
+    def model_for(self, client: int, model: ModelPair) -> ModelPair:
+        """Return a model for a client; if clients have models of different architectures, its initial one instead.
+
+        Args:
+            client: Client number.
+            model: Parameters and buffers of the model that other clients get.
+        """
+        return self._initial[client % len(self._initial)] if self._initial else model
 
     def slices(self, round: int, client: int) -> tuple[Slices | None, Slices | None]:
         """Return the slices that a client downloads and uploads; None for all.
@@ -165,7 +176,7 @@ class Broadcaster:
         **fields: Any,
     ) -> Broadcast:
         """Create a broadcast without counting it; ``weight`` is by default the client's weight in a cohort of its own."""
-        info, (v, b) = self.setup.federation_info, model
+        info, (v, b) = self.setup.federation_info, self.model_for(client, model)
         accepted, (state, file) = self.clients.last_rounds.get(client), self.clients.store.state_or_file(client)
         if weight is None:  # after the last round; unseen clients have no weight of their own
             weight = info.cohort_weights([client])[0] if client < info.clients else 1.0
@@ -175,7 +186,7 @@ class Broadcaster:
             round=round,
             client=client,
             v=v,
-            b=b if self.setup.buffers == "average" else self._initial_buffers,
+            b=b if self.setup.buffers == "average" or self._initial else self._initial_buffers,
             state=state,
             state_files=file,
             weight=weight,

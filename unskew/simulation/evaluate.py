@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -51,6 +52,9 @@ class Evaluator:
         task: Task that defines loss and correctness.
         device: Device of the evaluation.
         metrics: Metrics computed from all predictions at once.
+
+    Attributes:
+        architectures: Evaluator of each architecture, if clients have models of different ones.
     """
 
     def __init__(
@@ -71,6 +75,12 @@ class Evaluator:
         self._test = [self.test[0]], [self.test[1]]
         self.batch = max(1, min(BATCH if device.type == "cpu" else BATCH_ON_DEVICE, CELLS // spec.widest))
         self.threads = torch.get_num_threads()  # engines may reduce the number of threads during training
+        self.architectures = [self]
+        for other in spec.others:
+            evaluator = copy.copy(self)
+            evaluator.model = BoundModel(other, device)
+            evaluator.batch = max(1, min(self.batch, CELLS // other.widest))
+            self.architectures.append(evaluator)
 
     def _samples(
         self,
@@ -291,6 +301,9 @@ class Evaluator:
             client: Data of the client.
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
+        own = self.architectures[client.id % len(self.architectures)]
+        if own is not self:
+            return own.evaluate_client(v, b, client, each)
         if len(client.y_test):
             stored = (each or self.task.ranked) and not self.task.tokens
             logits_list: list[Tensor] | None = [] if stored else None

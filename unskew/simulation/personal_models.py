@@ -75,7 +75,7 @@ def serving_model(
 
 
 def stored_models(server: Server, clients: Sequence[int], personal: bool) -> Iterator[tuple[Tensor, Tensor]]:
-    """Build the models that serve clients, see ``serving_model``; new clients get the global model.
+    """Build the models that serve clients, see ``serving_model``; new clients get the global model, or their initial one.
 
     Args:
         server: Server after the last round.
@@ -88,7 +88,8 @@ def stored_models(server: Server, clients: Sequence[int], personal: bool) -> Ite
     setup, final = server.setup, server.selection.evaluated
     for client in clients:
         state = ClientState.of(server.clients.store.get(client))
-        yield serving_model(setup.method, setup.spec, setup.buffers, state, *final, personal)
+        model = server.broadcaster.model_for(client, final)
+        yield serving_model(setup.method, setup.spec.of_client(client), setup.buffers, state, *model, personal)
 
 
 def fine_tuned_models(

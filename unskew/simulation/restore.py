@@ -144,7 +144,7 @@ def _read_server(path: Path, manifest: dict[str, Any], server: Server) -> Stored
     if tensors["state/v"].shape != server.state.v.shape or tensors["b"].shape != server.state.b.shape:
         raise CheckpointError(f"The checkpoint {path} was written for another model.")
     sized = {name: kind for name in tensors if (kind := _sized_at_server(name)) is not None}
-    _check_sizes(tensors, sized, server)
+    _check_sizes(tensors, sized, server.state.v, server.state.b)
     numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
     if max([*numbers, *(fields["client"] for fields in manifest["in_flight"])], default=0) >= clients:
         raise ValueError(f"it names a client beyond the {clients} that there are")
@@ -178,10 +178,10 @@ SIZED = {
 """Tensors in checkpoint files that have the size of the model (``v``) or of its buffers (``b``)."""
 
 
-def _check_sizes(tensors: Tensors, sized: dict[str, str], server: Server) -> None:
+def _check_sizes(tensors: Tensors, sized: dict[str, str], v: Tensor, b: Tensor) -> None:
     """Validate the sizes of models and buffers; tensors of rules may have any size."""
     for name, kind in sized.items():
-        own = server.state.v if kind == "v" else server.state.b
+        own = v if kind == "v" else b
         if name in tensors and tensors[name].shape != own.shape:
             raise ValueError(f"{name} has the shape {tuple(tensors[name].shape)} and not {tuple(own.shape)}")
 
@@ -219,7 +219,9 @@ def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Serve
     for client, tensors in chain(joint.items(), one_by_one):
         if not 0 <= client < server.setup.federation_info.clients:
             raise ValueError(f"there is no client {client}")
-        _check_sizes(tensors, SIZED[kind], server)
+        state = server.state
+        v, b = server.broadcaster.model_for(client, (state.v, state.b)) if kind == CLIENTS else (state.v, state.b)
+        _check_sizes(tensors, SIZED[kind], v, b)
         yield client, tensors
 
 

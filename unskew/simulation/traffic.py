@@ -186,5 +186,6 @@ class TrafficMeter:
         sent, buffers = self.upload_sizes(update, up, {} if unusable else None)
         self.total.count(client, "up", sent, buffers)
         self.total.reports += num_bytes(report.values())
-        if self.setup.buffers == "local" or report:  # all other buffers are averaged only for evaluation
+        averaged = self.setup.buffers == "local" and not self.setup.spec.others
+        if averaged or report:  # all other buffers are averaged only for evaluation
             self.total.reports += num_bytes([update.buffers]) - buffers

@@ -106,6 +106,26 @@ def test_the_batches_and_the_noise_of_sites_cannot_be_predicted_from_the_seed(tm
         assert all(not row["train_loss"] for row in first.history)
 
 
+@pytest.mark.parametrize("buffers", ["average", "local"])
+@pytest.mark.parametrize(
+    "method", slow_but(["fedgh:epochs=2"], ["fedproto", "fedtgp:epochs=2", "fedgh:epochs=2", "local"])
+)
+def test_each_site_trains_its_own_architecture(method, buffers, tmp_path):
+    models = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [6, 8], "norm": "batch"}]
+    options = {"method": method, "model": models, "buffers": buffers, "holdout": 0.2, "participation": 0.7}
+    result, _ = compare(tmp_path, **options)
+    simulated = unskew.run(**{**TINY, **options})
+    for mine, theirs in zip(result.clients, simulated.clients, strict=True):
+        for name in ("accuracy", "loss", "personal_accuracy", "personal_loss"):
+            assert mine[name] == pytest.approx(theirs[name], abs=1e-12)
+
+
+def test_masked_sums_of_different_architectures_are_rejected(tmp_path):
+    options = {"method": "fedproto", "model": "mlp,mlp", "secure_aggregation": "required"}
+    with pytest.raises(ConfigError, match="secure aggregation sums updates of one model"):
+        deployed(tmp_path, **options)
+
+
 @pytest.mark.parametrize(
     "options", [{"method": "topk:down=true"}, {"method": "mime"}, {"sampling": "power-of-choice:3"}]
 )

@@ -121,7 +121,7 @@ def placeholder_labels(counts: Tensor, num_samples: int, like: Tensor) -> Tensor
 
 
 def federation_of_sites(
-    reference: Federation, frames: dict[int, Frame], names: Sequence[str], rehearsal: bool, parameters: int
+    reference: Federation, frames: dict[int, Frame], names: Sequence[str], rehearsal: bool, spec: ModelSpec
 ) -> Federation:
     """Build the federation as the server sees it.
 
@@ -130,13 +130,13 @@ def federation_of_sites(
         frames: Report of each client's site; invalid ones are ignored.
         names: Name of each client's site; empty if it has not joined yet. Its client has no samples then.
         rehearsal: Whether the sites train on the experiment's partition instead of their own data.
-        parameters: Number of parameters of the model, which every site's model must match.
+        spec: Layout of the model, whose number of parameters every site's model must match.
     """
     x, y = reference.test
     clients = [ClientData(k, x[:0], y[:0], x[:0], y[:0]) for k in range(len(names))]
     for client, frame in frames.items():
         try:
-            clients[client] = remote_client(client, frame, reference, parameters)
+            clients[client] = remote_client(client, frame, reference, spec.of_client(client).size)
         except InvalidMessageError:
             continue  # a client without samples; its updates state other numbers and are rejected
     if rehearsal:

@@ -198,6 +198,8 @@ def diagnose_sites(
     """
     with owner_only_files(), output_folder(out, False, lambda: False):
         plan = plan_over_sites(config, deployment, location)
+        if plan.run.spec.others:
+            raise ConfigError("The diagnosis measures one model. Choose one of those of the clients.")
         chosen = choose_statistics(statistics, plan.run.config, plan.reference)
         deployment.write(out)
         write_atomic(out / "config.yaml", plan.run.config.to_yaml().encode())

@@ -178,6 +178,10 @@ def evaluate_run(
     opened = open_run(folder, trust_code=trust_code)
     if not is_deployed(folder):
         raise ConfigError(f"The run in {folder} was simulated. Evaluate it on a file with unskew evaluate.")
+    if opened.spec.others:
+        raise ConfigError(
+            "The sites of this run have models of different architectures, which cannot be evaluated in this way."
+        )
     plan.check(opened)
     with owner_only_files(), folder_lock(folder), connected_sites(opened, location, tell) as found:
         if opened.config.secure_aggregation == "required":

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 from unskew.config.experiment import Experiment
@@ -54,6 +53,11 @@ def check_method_over_sites(
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
     run = resolve_run(config, reference, None, method)
+    if run.spec.others and config.secure_aggregation == "required":
+        raise ConfigError(
+            "Over sites, secure aggregation sums updates of one model, but the clients have several. Use one model, or turn "
+            "it off."
+        )
     both_ways = next((rule.name for rule in method.client if rule.compresses_broadcast), None)
     if both_ways is not None:
         raise ConfigError(
@@ -188,7 +192,7 @@ def agree_on_data_and_model(
         request = SumRequest("pixels" if reference.objective.pixels else "classes", {"classes": reference.classes})
         counts = with_remaining(exchange, lambda asked: asked([request])[0]["counts"].numpy())
         frames = {k: frames[k] for k in exchange.clients}
-    federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec.size)
+    federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec)
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
     schema = DataSchema.of(federation)
     sites.connection.header = run_header(config, schema)
@@ -218,4 +222,4 @@ def report_validator(reference: Federation, spec: ModelSpec) -> Callable[[int, F
     """
     if DataSchema.of(reference).needs_sums:
         return lambda client, frame: None  # columns and model are known once all sites have reported
-    return partial(remote_client, federation=reference, parameters=spec.size)
+    return lambda client, frame: remote_client(client, frame, reference, spec.of_client(client).size)

@@ -18,7 +18,7 @@ from unskew.deployment.server.data_exchange import run_data_rules
 from unskew.deployment.server.handshake import changed_budget
 from unskew.deployment.server.membership import Membership
 from unskew.deployment.server.site_clients import SiteClients
-from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.context import WireContext, shared_buffers
 from unskew.engines.registry import pick_device
 from unskew.folder_locks import output_folder
 from unskew.protocol.data_preparation import PreparedData
@@ -105,7 +105,11 @@ def _run_over_sites(
         sites, run = connected.sites, connected.run
         federation, spec, method = run.federation, run.spec, run.method
         wire_context = WireContext(
-            method, spec, config.buffers, deployment.max_norm, int(deployment.max_message_mb * 1e6)
+            method,
+            spec,
+            shared_buffers(config.buffers, spec),
+            deployment.max_norm,
+            int(deployment.max_message_mb * 1e6),
         )
         prepared = run_data_rules(
             method, PreparedData(federation, config.training), config.seed, sites, deployment.max_norm, spec

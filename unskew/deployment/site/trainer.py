@@ -21,7 +21,7 @@ from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
-from unskew.deployment.wire.context import WireContext
+from unskew.deployment.wire.context import WireContext, shared_buffers
 from unskew.deployment.wire.digests import broadcast_digest, request_digest
 from unskew.deployment.wire.fields import read_integer, read_text
 from unskew.deployment.wire.frames import Frame
@@ -84,11 +84,14 @@ class SiteTrainer:
         self.device = torch.device(site.device)
         self.method = method_of(config.method)
         federation = samples.federation(reference, config.loss)
-        self.spec = initial_spec(config, federation, None, self.method).to(self.device)
+        every = initial_spec(config, federation, None, self.method)
+        buffers = shared_buffers(config.buffers, every)
+        self.spec = every.of_client(site.client).to(self.device)
+        self.spec.others = ()  # those of other sites
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, samples.total
         self.wire_context = WireContext(
-            self.method, self.spec, config.buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
+            self.method, self.spec, buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
         )
         self.noise = self.wire_context.site_noise
         self.private = any(rule.poisson_batches for rule in self.method.client)

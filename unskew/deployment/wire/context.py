@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -39,6 +39,10 @@ class WireContext:
     buffers: Buffers
     norm: float
     largest: int
+
+    def of_client(self, client: int) -> WireContext:
+        """Return the wire context with the layout of a client's own model, if clients have different architectures."""
+        return replace(self, spec=self.spec.of_client(client)) if self.spec.others else self
 
     @property
     def sends_model(self) -> bool:
@@ -115,6 +119,16 @@ class WireContext:
                 )
             check_norm(f"{record}/{name}", tensor, self.norm, finite)
         return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
+
+
+def shared_buffers(buffers: Buffers, spec: ModelSpec) -> Buffers:
+    """Return the sharing of buffers in messages: those of different architectures stay at the sites, like the parameters.
+
+    Args:
+        buffers: Sharing of normalization buffers of the run.
+        spec: Layout of the model, or of several.
+    """
+    return "average" if spec.others else buffers
 
 
 def encode_rules(record: str, rules: dict[str, Tensors], slices: Slices | None, size: int) -> dict[str, Blob]:

@@ -29,6 +29,7 @@ from unskew.protocol.messages import (
     Update,
     finite_flags,
     num_bytes,
+    without_model,
 )
 from unskew.protocol.payload import (
     UPDATE,
@@ -56,6 +57,7 @@ def encode_broadcast(broadcast: Broadcast, wire_context: WireContext, kind: str,
         kind: Kind of the message.
         fields: Further fields.
     """
+    wire_context = wire_context.of_client(broadcast.client)
     received = wire_context.received(broadcast.down, kind).to(broadcast.b.device)
     arrays = {
         "model/v": encode_tensor(gather_slices(broadcast.v, broadcast.down)),
@@ -167,6 +169,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, wire_context: WireContext,
     Raises:
         UnskewError: If the message is not a valid update, or belongs to another broadcast.
     """
+    server_spec, wire_context = wire_context.spec, wire_context.of_client(broadcast.client)
     spec, config = wire_context.spec, frame.config
     if frame.kind != "update":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'update'")
@@ -212,7 +215,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, wire_context: WireContext,
         raise InvalidMessageError("it reports a model that was not requested")
     usable = config.get("usable") is True and all(finite_flags([*report.values()]))
     unusable = {"": {"state": torch.tensor(torch.nan)}}  # makes the server skip the update, as in a simulation
-    return Update(
+    update = Update(
         client=broadcast.client,
         origin_round=broadcast.round,
         num_samples=num_samples,
@@ -228,6 +231,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, wire_context: WireContext,
         report={name: t.to(v.device) for name, t in report.items()},
         sent_bytes=sent_bytes,
     )
+    return without_model(update, server_spec.size, sum(server_spec.buffer_sizes)) if server_spec.others else update
 
 
 def decode_streams(encoded: Tensors, broadcast: Broadcast, wire_context: WireContext) -> tuple[Tensor, Tensors]:

@@ -205,14 +205,14 @@ class RayEngine:
         """Return the number of clients of a cohort that are scheduled together, largest first."""
         spec = self.setup.spec
         fewest = AHEAD * self.num_workers() * self.clients_per_group
-        return max(fewest, min(TURNS * fewest, HELD // max(1, spec.size * spec.dtype.itemsize)))
+        return max(fewest, min(TURNS * fewest, HELD // max(1, spec.largest_size * spec.dtype.itemsize)))
 
     def _of_a_task(self, cohort: int) -> int:
         """Return the number of clients per task: one network, or several small ones to reduce the overhead of tasks."""
         if self.clients_per_group > 1:
             return self.clients_per_group
         spec = self.setup.spec
-        room = min(SMALL, HELD) // max(1, spec.size * spec.dtype.itemsize)
+        room = min(SMALL, HELD) // max(1, spec.largest_size * spec.dtype.itemsize)
         return max(1, min(cohort // (TASKS * self.num_workers()), room))
 
     def _parts(self, broadcasts: Sequence[Broadcast], window: int) -> list[_TaskGroup]:
