@@ -62,7 +62,7 @@ OPTIONS = [
     ("--model ..:x", "The model '..:x' is not an import path"),
     ("--model torch.nn:Module", "'torch.nn:Module' is not a model"),
     ("--loss evil", "loss='evil' is not valid: it must be auto, mse"),
-    ("--tokenizer bytes", "require texts, but digits contains none"),
+    ("--tokenizer bytes", "The section text requires texts, but digits contains none"),
     ("--model torch:zeros", "'torch:zeros' is not a model: it must be a torch.nn.Module"),
     ("--delay fixed:1e99", "The delay 'fixed:1e99' is longer than any run"),
     ("--out=", "'' is not a name of a file or folder"),

@@ -25,7 +25,6 @@ from unskew.data.spec import DataSpec, as_text_source, is_table, text_columns
 from unskew.engines.names import parse_engine
 from unskew.errors import ConfigError, unknown_name
 from unskew.expressions import parse_names
-from unskew.methods.descriptions import own_diagnostics
 from unskew.methods.registry import method
 from unskew.models.names import HUB, parse_model, parse_models, split_models
 from unskew.option_parsing import LARGEST, all_finite
@@ -296,10 +295,18 @@ class Experiment(DataSpec):
         self._check_metrics()
         if self.attack is not None:
             check_attack_options(self.attack, self.rounds)
-        for name in self.diagnose:
-            if name not in DIAGNOSES and name not in own_diagnostics():
-                raise ValueError(unknown_name("diagnostic", name, [*DIAGNOSES, *own_diagnostics()]).rstrip("."))
+        self._check_diagnoses()
         return self
+
+    def _check_diagnoses(self) -> None:
+        others = [name for name in self.diagnose if name not in DIAGNOSES]
+        if others:
+            from unskew.methods.descriptions import own_diagnostics
+
+            known = own_diagnostics()
+            for name in others:
+                if name not in known:
+                    raise ValueError(unknown_name("diagnostic", name, [*DIAGNOSES, *known]).rstrip("."))
 
     def _check_metrics(self) -> None:
         """Validate the names of metrics and objective, and the range of the target."""
