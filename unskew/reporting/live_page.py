@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import html
 import math
 import re
-import secrets
 import sys
 import threading
 import time
-from functools import cache
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from string import Template
 from typing import Any
-from urllib.parse import parse_qs, urlsplit
 
 from unskew.errors import ConfigError
 from unskew.filesystem import make_folder, write_atomic
+from unskew.reporting.live_html import escaped, run_details, run_row
 from unskew.reporting.live_runs import LiveRun
-from unskew.reporting.page import csp_hash, escape_script, page_file, to_json
+from unskew.reporting.page import csp_hash, page_file, to_json
 from unskew.reporting.report import check_report_file
 from unskew.reporting.run_reader import MOST_RUNS, run_folders
 from unskew.version import __version__
@@ -27,6 +25,11 @@ from unskew.version import __version__
 HOST = "127.0.0.1"
 SECONDS_PER_REQUEST = 0.5
 """Seconds of reading per request; the next request continues."""
+SCRIPT, STYLE = page_file("watch.js"), page_file("report.css") + page_file("watch.css")
+POLICY = (
+    f"default-src 'none'; script-src {csp_hash(SCRIPT)}; style-src {csp_hash(STYLE)}; img-src data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'"
+)
 
 
 class LiveRuns:
@@ -44,108 +47,87 @@ class LiveRuns:
             what = "is a file, not a folder" if folder.exists() else "does not exist"
             raise ConfigError(f"{folder} {what}. Name a run folder, or a folder that contains run folders.")
         self.folder = folder
-        self.version = 0
-        self._session = secrets.token_hex(8)
+        self._version = time.time_ns() // 1_000_000  # above those of an earlier server that a page may have asked
+        self._number = 0
         self._runs: dict[Path, LiveRun] = {}
-        self._found = 0
-        self._notes: list[str] = []
         self._waiting: list[LiveRun] = []
         self._lock = threading.Lock()
 
-    def update(self, seconds: float = math.inf) -> None:
-        """Read what has changed in the folders.
-
-        Args:
-            seconds: Time after which the rest is left to the next call.
-        """
-        found = run_folders(self.folder)
-        self._notes = [f"Only {MOST_RUNS} of {len(found)} runs are shown."] if len(found) > MOST_RUNS else []
-        for folder in found[:MOST_RUNS]:
-            if folder not in self._runs:
-                name = folder.name if folder == self.folder else folder.relative_to(self.folder).as_posix()
-                self._runs[folder] = LiveRun(folder, name, self._found)
-                self._found += 1
-        for folder in self._runs.keys() - {*found[:MOST_RUNS]}:
-            del self._runs[folder]
-        if not self._waiting:
-            self._waiting = list(self._runs.values())
-        until = time.monotonic() + seconds
-        while self._waiting and time.monotonic() < until:
-            run = self._waiting[-1]
-            if run.update(until):
-                self.version += 1
-                run.version = self.version
-            if not run.unread:
-                self._waiting.pop()
-
     def changes(self, since: int, seconds: float = SECONDS_PER_REQUEST) -> dict[str, Any]:
-        """Return the rows of the runs that changed after a version, and the order of all runs: those in progress first.
+        """Read what has changed in the folders, and return the rows of the runs that changed after a version.
 
         Args:
             since: Version of the previous answer; 0 returns all rows.
             seconds: Seconds of reading after which the rest is left to the next call.
         """
         with self._lock:
-            self.update(seconds)
+            found = run_folders(self.folder)
+            self._update(found[:MOST_RUNS], seconds)
             shown = [run for run in self._runs.values() if run.version]
             shown.sort(key=lambda run: (run.state != "running", run.name))
+            counts = Counter(run.state.partition(",")[0] for run in shown)
+            status = ", ".join(f"{count} {state}" for state, count in counts.items()) or "no runs yet"
+            status += "; reading further runs" * bool(self._waiting)
+            status += f"; only {MOST_RUNS} of {len(found)} runs are shown" * (len(found) > MOST_RUNS)
             return {
-                "session": self._session,
-                "version": self.version,
+                "version": self._version,
                 "reading": bool(self._waiting),
-                "notes": self._notes,
+                "status": f"Runs: {status}.",
                 "order": [run.number for run in shown],
-                "rows": {run.number: run.row() for run in shown if run.version > since},
+                "rows": {run.number: run_row(run) for run in shown if run.version > since},
             }
 
-    def details(self, number: int, since: int) -> dict[str, Any] | None:
-        """Return curves, clients and log of a run; None if it did not change after a version.
+    def _update(self, found: list[Path], seconds: float) -> None:
+        self._runs = {folder: run for folder, run in self._runs.items() if folder in found}
+        for folder in found:
+            if folder not in self._runs:
+                name = folder.name if folder == self.folder else folder.relative_to(self.folder).as_posix()
+                self._runs[folder] = LiveRun(folder, name, self._number)
+                self._number += 1
+        self._waiting = self._waiting or list(self._runs.values())
+        until = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < until:
+            run = self._waiting[-1]
+            if run.update(until):
+                self._version += 1
+                run.version = self._version
+            if not run.unread:
+                self._waiting.pop()
+
+    def details(self, number: int) -> str | None:
+        """Return curves, clients and log of a run as HTML; None if there is no such run.
 
         Args:
             number: Number of the run.
-            since: Version of the previous answer.
-
-        Raises:
-            KeyError: If there is no such run.
         """
         with self._lock:
-            run = {run.number: run for run in self._runs.values()}[number]
-            return {"version": run.version, **run.details()} if run.version > since else None
+            return next((run_details(run) for run in self._runs.values() if run.number == number), None)
 
-    def render(self, data: object = None) -> str:
+    def render(self, whole: bool = False) -> str:
         """Render the page.
 
         Args:
-            data: All rows and details for a page without a server; None for a page that asks the server.
+            whole: Whether the page contains all runs and needs no server.
         """
+        rows, details, status = "", "", "Reading the runs."
+        if whole:
+            changes = self.changes(0, math.inf)
+            status = changes["status"] + time.strftime(" Written on %Y-%m-%d at %H:%M.")
+            rows = "".join(f"<tr>{row}</tr>" for row in changes["rows"].values())
+            for run in self._runs.values():
+                summary = f"<summary><h2>{escaped(run.name)}</h2></summary>"
+                details += f'<details id="run-{run.number}">{summary}<div>{run_details(run)}</div></details>'
         return Template(page_file("watch.html")).substitute(
-            policy=page_policy(),
+            policy=POLICY,
             version=__version__,
-            title=html.escape(f"Runs in {self.folder.absolute()}"),
-            style=style_sheet(),
-            data=to_json(data),
-            script=page_script(),
+            title=escaped(f"Runs in {self.folder.absolute()}"),
+            style=STYLE,
+            status=escaped(status),
+            rows=rows,
+            details=details,
+            live="" if whole else "data-live",
+            script=SCRIPT,
         )
-
-
-@cache
-def page_script() -> str:
-    """Return the script of the page."""
-    return escape_script(page_file("watch.js"))
-
-
-@cache
-def style_sheet() -> str:
-    """Return the style of the page."""
-    return page_file("report.css") + page_file("watch.css")
-
-
-def page_policy() -> str:
-    """Return the content-security policy of the page: its own script and style, and requests to its server."""
-    return (
-        f"default-src 'none'; script-src {csp_hash(page_script())}; style-src {csp_hash(style_sheet())}; img-src data:; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'"
-    )
 
 
 def write_live_page(runs: LiveRuns, file: Path) -> None:
@@ -156,17 +138,12 @@ def write_live_page(runs: LiveRuns, file: Path) -> None:
         file: File to write.
 
     Raises:
-        ConfigError: If the file exists and is not a report, or there are no runs.
+        ConfigError: If the file exists and is not a report.
     """
     check_report_file(file)
-    changes = runs.changes(0, math.inf)
-    if not changes["order"]:
-        raise ConfigError(f"{runs.folder} contains no run: a run folder has config.yaml.")
-    details = {number: runs.details(number, 0) for number in changes["order"]}
+    page = runs.render(whole=True)
     make_folder(file.parent)
-    # A name may contain surrogates, which cannot be encoded.
-    data = {**changes, "details": details, "written": time.strftime("%Y-%m-%d %H:%M")}
-    write_atomic(file, runs.render(data).encode(errors="replace"))
+    write_atomic(file, page.encode(errors="replace"))  # a name may contain surrogates, which cannot be encoded
 
 
 class PageServer(ThreadingHTTPServer):
@@ -190,11 +167,7 @@ class PageServer(ThreadingHTTPServer):
             raise ConfigError(
                 f"Port {port} cannot be used: {error.strerror}. Choose another with --port, or omit it for a free one."
             ) from error
-
-    @property
-    def address(self) -> str:
-        """Address of the page."""
-        return f"http://{HOST}:{self.server_port}/"
+        self.address = f"http://{HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Print an error, except those of connections that a browser closes or leaves open."""
@@ -203,62 +176,48 @@ class PageServer(ThreadingHTTPServer):
 
 
 class PageHandler(BaseHTTPRequestHandler):
-    """Answers GET requests for the page and its data, with a ``Host`` header that names this machine."""
+    """Answers GET requests for the page and its data whose ``Host`` header names this machine."""
 
     server: PageServer
     timeout = 30
-    server_version = "unskew"
-    sys_version = ""
+    server_version, sys_version = "unskew", ""
 
     def do_GET(self) -> None:
         """Answer a request."""
-        port, runs = self.server.server_port, self.server.runs
-        if self.headers.get("Host", "").lower() not in (f"{HOST}:{port}", f"localhost:{port}"):
-            self.send_error(403)  # a page of another site whose name was made to lead here
-            return
-        parts = urlsplit(self.path)
-        query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-        numbers = [query.get(name, "0") for name in ("run", "since")]
-        if not all(re.fullmatch(r"[0-9]{1,15}", number) for number in numbers):
-            self.send_error(400)
-            return
-        number, since = map(int, numbers)
-        if parts.path == "/":
-            self._send(200, "text/html; charset=utf-8", runs.render().encode(errors="replace"))
-        elif parts.path == "/runs":
-            self._send(200, "application/json", to_json(runs.changes(since)).encode())
-        elif parts.path == "/details":
-            try:
-                answer = runs.details(number, since)
-            except KeyError:
-                self.send_error(404)
-                return
-            self._send(200, "application/json", to_json(answer).encode())
-        else:
-            self.send_error(404)
+        hosts = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
+        if self.headers.get("Host", "").lower() not in hosts:
+            return self.send_error(403)  # from a page of another site whose name was made to lead here
+        runs, request = self.server.runs, re.fullmatch(r"/(?:(runs|details)\?([0-9]{1,15}))?", self.path)
+        if request is None:
+            return self.send_error(404)
+        kind, number = request[1], int(request[2] or 0)
+        if kind is None:
+            return self._send(200, "text/html", runs.render())
+        answer = runs.changes(number) if kind == "runs" else runs.details(number)
+        return self.send_error(404) if answer is None else self._send(200, "application/json", to_json(answer))
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
         """Answer with an error as plain text.
 
         Args:
-            code: Status of HTTP; an unknown method is answered by 405.
+            code: Status of HTTP; that of an unknown method becomes 405.
             message: Not used.
             explain: Not used.
         """
         code = 405 if code == 501 else code
-        self._send(code, "text/plain; charset=utf-8", f"{code} {self.responses[code][0]}\n".encode())
+        self._send(code, "text/plain", f"{code} {self.responses[code][0]}\n")
 
-    def _send(self, code: int, kind: str, body: bytes) -> None:
+    def _send(self, code: int, kind: str, text: str) -> None:
+        body = text.encode(errors="replace")
         self.send_response(code)
         headers = {
-            "Content-Type": kind,
+            "Content-Type": f"{kind}; charset=utf-8",
             "Content-Length": str(len(body)),
-            "Content-Security-Policy": f"{page_policy()}; frame-ancestors 'none'",
+            "Content-Security-Policy": f"{POLICY}; frame-ancestors 'none'",
             "X-Content-Type-Options": "nosniff",
             "Cross-Origin-Resource-Policy": "same-origin",
             "Referrer-Policy": "no-referrer",
             "Cache-Control": "no-store",
-            **({"Allow": "GET"} if code == 405 else {}),
         }
         for name, value in headers.items():
             self.send_header(name, value)
