@@ -58,7 +58,7 @@ def axis_ticks(values: Sequence[float], integer: bool = False) -> list[float]:
     ([0.0, 20.0, 40.0, 60.0, 80.0, 100.0], [7.0, 7.2, 7.4, 7.6, 7.8])
     """
     low, high = min(values), max(values)
-    high = high if high > low else low + (abs(low) / 10 or 1)
+    high = high if high - low > 1e-9 * abs(low) else low + (abs(low) / 10 or 1)
     return [float(f"{tick:.12g}") for tick in MaxNLocator(5, integer=integer).tick_values(low, high)]
 
 

@@ -78,10 +78,11 @@ class LiveRuns:
             }
 
     def _update(self, found: list[Path], seconds: float) -> None:
-        self._runs = {folder: run for folder, run in self._runs.items() if folder in found}
+        there = {*found}
+        self._runs = {folder: run for folder, run in self._runs.items() if folder in there}
         for folder in found:
             if folder not in self._runs:
-                name = folder.name if folder == self.folder else folder.relative_to(self.folder).as_posix()
+                name = folder.absolute().name if folder == self.folder else str(folder.relative_to(self.folder))
                 self._runs[folder] = LiveRun(folder, name, self._number)
                 self._number += 1
         self._waiting = self._waiting or list(self._runs.values())
