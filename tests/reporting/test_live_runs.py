@@ -160,7 +160,7 @@ def test_rows_are_read_as_they_are_appended_and_again_after_a_resume(copied):
     write_atomic(copied / "metrics.jsonl", lines[0])  # as resume does
     assert seen(copied, run)[ROUNDS] == "1 of 3"
     assert run.notes == {}
-    assert run.curves()["test accuracy (%)"] == [(1, 100 * json.loads(lines[0])["accuracy"])]
+    assert run.curves(POINTS)["test accuracy (%)"] == [(1, 100 * json.loads(lines[0])["accuracy"])]
     (copied / "metrics.jsonl").unlink()
     assert seen(copied, run)[ROUNDS] == "0 of 3"
 
@@ -180,7 +180,7 @@ def test_a_long_history_is_read_in_parts_and_drawn_with_few_points(copied, watch
         row = run.row()
     assert parts == (copied / "metrics.jsonl").stat().st_size // (1 << 20)
     assert (row[ROUNDS], row[LATEST], row[LEFT]) == ("10000 of 10090", "100.0%", "3 min")  # 90 rounds of 2 s
-    points = run.curves()["test accuracy (%)"]
+    points = run.curves(POINTS)["test accuracy (%)"]
     assert len(points) == POINTS
     assert (points[0], points[-1]) == ((5, pytest.approx(0.05)), (10_000, 100.0))
     assert all(number % 5 == 0 and value == pytest.approx(number / 100) for number, value in points)
@@ -210,7 +210,7 @@ def test_a_link_a_pipe_or_a_folder_in_the_place_of_a_file_is_not_read(copied, tm
         path.unlink(missing_ok=True)
         make()
         run = LiveRun(copied, "run", 0)
-        shown = [*seen(copied, run), *run.log(), str(run.client_table()), str(run.curves())]
+        shown = [*seen(copied, run), *run.log(), str(run.client_table()), str(run.curves(POINTS))]
         assert "secret" not in " ".join(shown)
         assert "link, folder, pipe or device" in run.notes[name]
 
@@ -249,5 +249,5 @@ def test_a_configuration_with_values_of_other_types_is_shown_as_far_as_possible(
     (copied / "config.yaml").write_text(json.dumps(values))
     run = LiveRun(copied, "run", 0)
     assert seen(copied, run)[STATE].startswith("stopped")
-    assert run.curves()
+    assert run.curves(POINTS)
     assert len(run.client_table()[1]) == 4

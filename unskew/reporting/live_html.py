@@ -8,10 +8,12 @@ from html import escape
 import numpy as np
 from matplotlib.ticker import MaxNLocator
 
-from unskew.reporting.live_runs import LiveRun
+from unskew.reporting.live_runs import POINTS, LiveRun
 
 LONGEST = 300
 """Maximum number of characters of a text from a run folder."""
+FIRST = 3
+"""Number of curves that are shown at once."""
 SMALL = 40
 """Maximum number of points of the curve in the table of runs."""
 
@@ -96,20 +98,30 @@ def run_row(run: LiveRun) -> str:
     return f'<th scope="row">{link}</th>{cells(run.row(), "td")}<td>{small}</td>'
 
 
-def run_details(run: LiveRun) -> str:
-    """Return notes, curves, clients and log of a run."""
+def run_details(run: LiveRun, most: int = POINTS) -> str:
+    """Return notes, curves, clients and log of a run.
+
+    Args:
+        run: The run.
+        most: Maximum number of points of a curve.
+    """
     notes = "".join(f"<li>{escaped(note)}</li>" for note in run.notes.values())
-    parts = [f'<ul class="told">{notes}</ul>' if notes else ""]
-    for index, (title, points) in enumerate(run.curves().items()):
+    if notes:
+        notes = f'<ul class="told">{notes}</ul>'
+    curves = []
+    for index, (title, points) in enumerate(run.curves(most).items()):
         values = [(str(round_number), f"{value:.6g}") for round_number, value in points]
         table = html_table(f"values-{run.number}-{index}", title, ("round", "value"), values)
-        parts.append(f"<h3>{escaped(title)}</h3>{draw_curve(points, title)}")
-        parts.append(f'<details id="more-{run.number}-{index}"><summary>Values</summary>{table}</details>')
+        table = f'<details id="more-{run.number}-{index}"><summary>Values</summary>{table}</details>'
+        curves.append(f"<div><h3>{escaped(title)}</h3>{draw_curve(points, title)}{table}</div>")
     columns, rows = run.client_table()
-    parts.append("<h3>Clients</h3>")
-    parts.append(html_table(f"clients-{run.number}", f"{len(rows)} clients, worst first", columns, rows))
+    clients = html_table(f"clients-{run.number}", f"{len(rows)} clients, worst first", columns, rows)
     if not rows:
-        parts[-1] = '<p class="soft">Clients are evaluated at the end of the run.</p>'
+        clients = '<p class="soft">Clients are evaluated at the end of the run.</p>'
     log = "\n".join(map(escaped, run.log())) or "No warnings or events."
     region = f'id="log-{run.number}" class="tall wrap" role="region" aria-label="Last lines of the log" tabindex="0"'
-    return f"{''.join(parts)}<h3>Log</h3><pre {region}>{log}</pre>"
+    others = f'<details id="others-{run.number}"><summary>Other metrics</summary><div class="curves">'
+    return (
+        f'{notes}<div class="curves">{"".join(curves[:FIRST])}</div>'
+        f"<h3>Clients</h3>{clients}<h3>Log</h3><pre {region}>{log}</pre>{others}{''.join(curves[FIRST:])}</div></details>"
+    )

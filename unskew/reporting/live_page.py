@@ -16,7 +16,7 @@ from typing import Any
 from unskew.errors import ConfigError
 from unskew.filesystem import make_folder, write_atomic
 from unskew.reporting.live_html import escaped, run_details, run_row
-from unskew.reporting.live_runs import LiveRun
+from unskew.reporting.live_runs import POINTS, LiveRun
 from unskew.reporting.page import csp_hash, page_file, to_json
 from unskew.reporting.report import check_report_file
 from unskew.reporting.run_reader import MOST_RUNS, run_folders
@@ -25,6 +25,8 @@ from unskew.version import __version__
 HOST = "127.0.0.1"
 SECONDS_PER_REQUEST = 0.5
 """Seconds of reading per request; the next request continues."""
+MANY, POINTS_OF_MANY = 20, 50
+"""With more runs than the first number, a page as one file has at most the second number of points of a curve."""
 SCRIPT, STYLE = page_file("watch.js"), page_file("report.css") + page_file("watch.css")
 POLICY = (
     f"default-src 'none'; script-src {csp_hash(SCRIPT)}; style-src {csp_hash(STYLE)}; img-src data:; "
@@ -115,9 +117,10 @@ class LiveRuns:
             changes = self.changes(0, math.inf)
             status = changes["status"] + time.strftime(" Written on %Y-%m-%d at %H:%M.")
             rows = "".join(f"<tr>{row}</tr>" for row in changes["rows"].values())
+            most = POINTS if len(self._runs) <= MANY else POINTS_OF_MANY
             for run in self._runs.values():
                 summary = f"<summary><h2>{escaped(run.name)}</h2></summary>"
-                details += f'<details id="run-{run.number}">{summary}<div>{run_details(run)}</div></details>'
+                details += f'<details id="run-{run.number}">{summary}<div>{run_details(run, most)}</div></details>'
         return Template(page_file("watch.html")).substitute(
             policy=POLICY,
             version=__version__,

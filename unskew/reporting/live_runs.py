@@ -213,7 +213,7 @@ class LiveRun:
             *(format_megabytes(self._last.get(name)) for name in ("bytes_up", "bytes_down")),
         ]
 
-    def curves(self, most: int = POINTS) -> dict[str, list[tuple[int, float]]]:
+    def curves(self, most: int) -> dict[str, list[tuple[int, float]]]:
         """Return the points of each metric by its title, those of the objective first.
 
         Args:
