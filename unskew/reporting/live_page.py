@@ -174,7 +174,12 @@ class PageServer(ThreadingHTTPServer):
         self.address = f"http://{HOST}:{self.server_port}/"
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Print an error, except those of connections that a browser closes or leaves open."""
+        """Print an error, except those of connections that a browser closes or leaves open.
+
+        Args:
+            request: Connection.
+            client_address: Address of the browser.
+        """
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
