@@ -6,6 +6,8 @@ import errno
 import os
 import re
 import shutil
+import struct
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -151,6 +153,36 @@ def _lock(path: Path, busy: ConfigError) -> int | None:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise busy from error
             raise disk_error(path, error) from error
+
+
+def is_locked(folder: Path) -> bool | None:
+    """Return whether a process holds the lock of a folder, without locking it; None if this system does not say.
+
+    Args:
+        folder: Folder that may be locked.
+
+    Raises:
+        OSError: If the lock file cannot be read.
+    """
+    if folder.resolve() in _ours:  # closing the lock file would release a lock of this process
+        return True
+    layouts = {"linux": ("hhqqi0q", 0), "darwin": ("qqihh", 3)}
+    if sys.platform not in layouts or sys.maxsize < 2**32:
+        return None
+    import fcntl
+
+    layout, position = layouts[sys.platform]  # of struct flock, and of the kind of the lock in it
+    fields = [0, 0, 0, 0, 0]
+    fields[position] = fcntl.F_RDLCK
+    try:
+        handle = os.open(folder / ".lock", os.O_RDONLY | NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        return False
+    try:
+        answer = fcntl.fcntl(handle, fcntl.F_GETLK, struct.pack(layout, *fields))
+    finally:
+        os.close(handle)
+    return bool(struct.unpack(layout, answer)[position] != fcntl.F_UNLCK)
 
 
 @contextmanager

@@ -166,11 +166,12 @@ def test_a_run_folder_does_not_run_code(folder, capsys, what):
         ["diagnose", sent],
         ["run", sent / "config.yaml", "--rounds", 2, "--resume", "--out", sent],
         ["report", sent],
+        ["watch", sent, "--once", "page.html"],
     ]
     for command in commands:
         outcome = call(capsys, *command)
-        assert outcome.code == (0 if command[0] == "report" else 2)
-        assert command[0] in ("report", "predict") or "names code to import" in outcome.err
+        assert outcome.code == (0 if command[0] in ("report", "watch") else 2)
+        assert command[0] in ("report", "watch", "predict") or "names code to import" in outcome.err
     with pytest.raises(ConfigError, match="names code to import"):
         unskew.load_predictor(sent)
     assert not (folder / "imported").exists()

@@ -31,6 +31,7 @@ BASE = {
     "predict": ["trained", "tiny.csv", "--out", "new/p.csv"],
     "export": ["trained", "--format", "torchscript", "--out", "new/export"],
     "report": ["trained", "--out", "new/r.html"],
+    "watch": ["trained", "--once", "new/w.html"],
     "init": ["tiny.csv", "--label", "label", "--out", "new/c.yaml"],
     "deploy init": ["new/app", "--config", "config.yaml"],
     "deploy check": ["config.yaml"],
@@ -68,6 +69,7 @@ def unsent(monkeypatch):
         "deployment.site.listener.serve_site",
         "deployment.site.check.check_site",
         "serving.export.write_model",
+        "reporting.live_page.PageServer.serve_forever",
     ):
         monkeypatch.setattr(f"unskew.{place}", accepted)
     for module in ("page", "report"):
@@ -83,7 +85,7 @@ def flags(draw, command):
     if name == "--set":
         field = draw(st.sampled_from(FIELDS))
         return [name, f"{draw(st.just(field) | mutated(st.just(field)))}={draw(of_field(field))}"]
-    if name in ("--out", "--plot", "--results", "--runs", "--config", "--space", "--state"):
+    if name in ("--out", "--plot", "--results", "--runs", "--config", "--space", "--state", "--once"):
         return [name, draw(PLACES)]
     return [name, draw(of_field(name[2:].replace("-", "_")) | scalars)]
 
@@ -100,6 +102,7 @@ def command_lines(draw):
         "predict": near("trained", "tiny.csv", "."),
         "export": near("trained", "tiny.csv", "."),
         "report": near("trained", "tiny.csv", ".", "nowhere"),
+        "watch": near("trained", "tiny.csv", ".", "nowhere"),
         "init": near("tiny.csv", "tiny.jsonl", "bad.csv", ".", "digits"),
         "tune": methods(),
     }

@@ -91,6 +91,7 @@ COMMANDS = (
     ["predict", "{}", "rows.npz", "--out", "{}/p.csv"],
     ["diagnose", "{}", "--no-curvature", "--out", "{}/d.png"],
     ["run", "--out", "{}", *(f"--{name.replace('_', '-')}={value}" for name, value in TINY.items())],
+    ["watch", "{}", "--once", "page.html"],
 )
 """All that take a run folder."""
 

@@ -61,6 +61,7 @@ from unskew.cli.report import report, report_after_runs
 from unskew.cli.reproduce import reproduce
 from unskew.cli.tune import tune
 from unskew.cli.verbosity import LOUDNESS, log_event, normalize_global_flags, prepare_streams, print_notices
+from unskew.cli.watch import watch
 from unskew.errors import ConfigError, UnskewError, short_repr
 from unskew.filesystem import check_run
 
@@ -284,7 +285,7 @@ def resume(
 
 COMMANDS = (
     *(cli_info.methods, cli_info.models, cli_info.partition, init, diagnose, demo, doctor, evaluate, export, predict),
-    *(privacy, benchmark, audit_privacy, report, reproduce, tune),
+    *(privacy, benchmark, audit_privacy, report, reproduce, tune, watch),
 )
 for function in COMMANDS:
     app.command(cls=Sections if function in (cli_info.partition, diagnose, tune) else None)(function)

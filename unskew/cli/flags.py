@@ -202,6 +202,7 @@ EXAMPLES = {
     "audit-privacy": "unskew audit-privacy runs/private --canaries 50",
     "privacy": "unskew privacy --clients 3383 --cohort 120 --rounds 100 --noise 1.2",
     "tune": "unskew tune fedavg fedprox --trials 10",
+    "watch": "unskew watch runs",
 }
 """Example of each command, shown at the end of its help."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -239,14 +239,28 @@ def per_client_metrics(part: RunGroup) -> dict[str, MetricInfo]:
     """Return the metrics in ``clients.jsonl`` by their key, those of the objective first."""
     runs = part.runs
     own = {name: way for run in runs for name, way in run.summary.get("own_metrics", {}).items()}
-    there = dict.fromkeys(name for run in runs for row in run.clients for name in row if is_usable_number(row[name]))
+    metrics = client_metrics((row for run in runs for row in run.clients), own, runs[0].summary.get("positive"))
+    return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
+
+
+def client_metrics(
+    rows: Iterable[dict[str, Any]], own: Mapping[str, str], positive: str | None = None
+) -> dict[str, MetricInfo]:
+    """Return the metrics in rows of ``clients.jsonl`` by their key, those of the global model first.
+
+    Args:
+        rows: Rows of the clients.
+        own: Directions of custom metrics by name.
+        positive: Name of the positive one of two classes.
+    """
+    there = dict.fromkeys(name for row in rows for name in row if is_usable_number(row[name]))
     metrics = {}
     for prefix in ("", "personal_"):
         for name in there:
             bare = name.removeprefix(prefix) if name.startswith(prefix) else ""
             if bare in KNOWN_METRICS or bare in own or bare.startswith(METRIC_PREFIXES):
-                metrics[name] = metric_info(bare, own, runs[0].summary.get("positive"))
-    return dict(sorted(metrics.items(), key=lambda pair: pair[1] != part.at_clients))
+                metrics[name] = metric_info(bare, own, positive)
+    return metrics
 
 
 def client_boxes(part: RunGroup) -> dict[str, Any]:
