@@ -22,13 +22,14 @@ from unskew.diagnosis.evidence import (
     ExpectedGain,
     MeasuredFederation,
     complementary,
+    coordinates,
     expected_gains,
     load_evidence,
     order_by_cost,
     reliability,
     similarity,
 )
-from unskew.diagnosis.features import AdviceLimits
+from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 from unskew.diagnosis.successive_halving import validate_advice
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
@@ -87,6 +88,22 @@ def test_expected_gain_is_a_kernel_average_shrunk_to_the_mean():
     assert large[0].gain == pytest.approx(10.0)
     assert similarity({"kind of inputs": "images"}, {"kind of inputs": "texts"}) == pytest.approx(math.exp(-0.5))
     assert similarity({"feature skew": None, "clients": 1.0}, {"feature skew": 0.9, "clients": 1.0}) == 1.0
+
+
+@pytest.mark.parametrize("kind", ["images", "texts", "vectors"])
+def test_kind_of_inputs_does_not_depend_on_the_model(tmp_path, kind):
+    """A table with categories has a model with embeddings, as texts have."""
+    path = tmp_path / "rows.csv"
+    rows = "".join(f"{i % 3},{('low', 'high')[i % 2]} {i},{'ABC'[i % 3]},{'NY'[i % 2]}\n" for i in range(60))
+    path.write_text(f"x,note,group,y\n{rows}")
+    options = {
+        "images": {"data": "digits", "model": "mlp"},
+        "texts": {"data": f"text:{path}", "text": "note", "label": "y", "model": "text-mlp"},
+        "vectors": {"data": f"table:{path}", "exclude": ["note"], "categories": ["group"], "label": "y"},
+    }[kind]
+    report = unskew.diagnose(**{**SMALL, "model": "table-mlp", "clients": 3, **options})
+    features = SkewFeatures.of(report.setting, report.labels, report.measurements[0], report.details)
+    assert coordinates(features)["kind of inputs"] == kind
 
 
 def test_close_gains_are_ordered_by_cost():

@@ -58,7 +58,7 @@ def coordinates(features: SkewFeatures) -> dict[str, float | str | None]:
     Args:
         features: Features of the data, the model and the configuration.
     """
-    inputs = "images" if features.pixels else "vectors" if features.linear > 0.99 else "texts"
+    inputs = "images" if features.pixels else "texts" if features.texts else "vectors"
     return {
         "label skew": features.skew,
         "feature skew": features.features,

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation, ServerData
@@ -147,7 +146,7 @@ class SkewFeatures:
         features: Share of the variance of inputs within a class that is between clients; None if not measured.
         dissimilarity: ``zeta^2``, corrected for finite clients, divided by ``||grad f||^2``; None if not measured.
         noise: ``sigma^2`` divided by batch size and ``zeta^2``: local steps from which drift exceeds noise.
-        linear: Share of the parameters that are in linear layers.
+        texts: Whether the inputs are token ids.
         asked: Configured number of rounds.
         over_traffic: FedAvg's traffic divided by the limit; None without a limit.
         between: Share of the label's variance that lies between clients; None without labels.
@@ -167,7 +166,7 @@ class SkewFeatures:
     features: float | None
     dissimilarity: float | None
     noise: float
-    linear: float
+    texts: bool
     asked: int
     over_traffic: float | None = None
     between: float | None = None
@@ -201,8 +200,6 @@ class SkewFeatures:
         excess = max(0.0, zeta2 - sigma2 / max(1.0, seen))
         distance, chance = labels.get("label_distance_mean"), labels.get("label_distance_chance")
         unknown = "counts" in fed.objective.provides and distance is None
-        layers = [m for m in setting.spec.module.modules() if isinstance(m, nn.Linear)]
-        linear = sum(p.numel() for layer in layers for p in layer.parameters())
         return cls(
             task=fed.task,
             pixels=int(max(x.shape[2:])) if x.dim() == 4 else 0,
@@ -217,7 +214,7 @@ class SkewFeatures:
             features=labels.get("feature_skew"),
             dissimilarity=None if metrics["zeta2"] is None else excess / gradient2 if gradient2 > 0 else 0.0,
             noise=sigma2 / details["batch"] / excess if excess > 0 else math.inf,
-            linear=linear / max(1, setting.spec.size),
+            texts=x.dtype == torch.int64,
             asked=config.rounds,
             between=labels.get("label_between"),
             unexplained=labels.get("label_unexplained"),
