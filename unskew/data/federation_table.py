@@ -22,19 +22,22 @@ def federation_html(federation: Federation) -> str:
     Args:
         federation: The federation.
     """
-    clients, task, count = federation.clients, federation.objective, len(federation.clients)
+    clients, task = federation.clients, federation.objective
     names = federation.names if "counts" in task.provides and federation.counts_known and not task.pixels else ()
     inputs = " x ".join(map(str, federation.shape))
-    about = f"{federation.name}, partition {federation.partition}: {count:,} clients, {len(federation.test[1]):,} test samples"
-    sentences = [f"{about}, inputs of shape {inputs}, task {federation.task}."]
+    sentences = [
+        f"{federation.name}, partition {federation.partition}: {len(clients):,} clients, {len(federation.test[1]):,} test "
+        f"samples, inputs of shape {inputs}, task {federation.task}."
+    ]
     rows: list[dict[str, object]] = []
     if isinstance(clients, ArrayClients):
-        for number in range(min(count, CLIENTS_SHOWN)):
+        for number in range(min(len(clients), CLIENTS_SHOWN)):
             start, split, stop = clients.bounds(number)
             counts = task.counts(clients.y[start:split].cpu(), federation.classes).tolist() if names else []
             row = {"client": federation.client_label(number), "training": split - start, "held out": stop - split}
             classes = zip(names[:CLASSES_SHOWN], counts, strict=False)
             rows.append(row | {f"class {name}": samples for name, samples in classes})
-        if count > CLIENTS_SHOWN or len(names) > CLASSES_SHOWN:
+        if len(clients) > CLIENTS_SHOWN or len(names) > CLASSES_SHOWN:
             sentences.append(f"The table has at most {CLIENTS_SHOWN} clients and {CLASSES_SHOWN} classes.")
-    return html_page(sentences, rows, [{"column": name, "role": role} for name, role in describe_roles(federation.columns)])
+    columns = [{"column": name, "role": role} for name, role in describe_roles(federation.columns)]
+    return html_page(sentences, rows, columns)

@@ -42,12 +42,12 @@ class Predictor(NotebookTable):
 
     def _shown(self) -> list[dict[str, object]]:
         """Return a row for each input column, or one for inputs that are no columns."""
-        kinds = {column.name: column.kind for column in self.inputs.columns}
-        values = {column.name: abbreviate(column.values, VALUES_SHOWN) for column in self.inputs.columns if column.values}
-        rows: list[dict[str, object]] = [
-            {"input": name, "kind": kinds.get(name, "number"), "values": values.get(name)}
-            for name in self.inputs.features or kinds
-        ]
+        columns = {column.name: column for column in self.inputs.columns}
+        rows: list[dict[str, object]] = []
+        for name in columns or self.inputs.features:
+            column = columns.get(name)
+            row = {"input": name, "kind": column.kind if column else "number"}
+            rows.append({**row, "values": abbreviate(column.values, VALUES_SHOWN)} if column and column.values else row)
         return rows or [{"input": shape_text(self.inputs.shape), "kind": self.inputs.kind}]
 
     @property
