@@ -141,7 +141,9 @@ class Federation:
 
     def _repr_html_(self) -> str:
         """Return tables of the clients and of the columns for notebooks."""
-        return federation_html(self)
+        counted = "counts" in self.objective.provides and self.counts_known and not self.objective.pixels
+        names = self.names if counted else ()
+        return federation_html(repr(self), self.clients, self.objective, names, self.client_label, self.columns)
 
     @property
     def objective(self) -> Task:

@@ -20,7 +20,7 @@ BATCH = 256
 PIXEL_BATCH = 16
 """Number of images at once for models of pixels, whose layers keep the sides of the image."""
 PADDING = -1
-VALUES_SHOWN = 8
+NAMES_SHOWN = 10
 
 
 class Predictor(NotebookTable):
@@ -38,7 +38,9 @@ class Predictor(NotebookTable):
 
     def _sentences(self) -> list[str]:
         count = sum(parameter.numel() for parameter in self.module.parameters())
-        return [f"Model with {count:,} parameters, task {self.inputs.task}, outputs: {abbreviate(self.class_names)}."]
+        return [
+            f"Model with {count:,} parameters, task {self.inputs.task}, outputs: {abbreviate(self.class_names, NAMES_SHOWN)}."
+        ]
 
     def _shown(self) -> list[dict[str, object]]:
         """Return a row for each input column, or one for inputs that are no columns."""
@@ -47,7 +49,7 @@ class Predictor(NotebookTable):
         for name in columns or self.inputs.features:
             column = columns.get(name)
             row = {"input": name, "kind": column.kind if column else "number"}
-            rows.append({**row, "values": abbreviate(column.values, VALUES_SHOWN)} if column and column.values else row)
+            rows.append({**row, "values": abbreviate(column.values, NAMES_SHOWN)} if column and column.values else row)
         return rows or [{"input": shape_text(self.inputs.shape), "kind": self.inputs.kind}]
 
     @property
