@@ -48,8 +48,10 @@ class Predictor(NotebookTable):
         rows: list[dict[str, object]] = []
         for name in columns or self.inputs.features:
             column = columns.get(name)
-            row = {"input": name, "kind": column.kind if column else "number"}
-            rows.append({**row, "values": abbreviate(column.values, NAMES_SHOWN)} if column and column.values else row)
+            row: dict[str, object] = {"input": name, "kind": column.kind if column else "number"}
+            if column and column.values:
+                row["values"] = abbreviate(column.values, NAMES_SHOWN)
+            rows.append(row)
         return rows or [{"input": shape_text(self.inputs.shape), "kind": self.inputs.kind}]
 
     @property
