@@ -1,8 +1,9 @@
 """Tutorials as notebooks: a hook of mkdocs that adds ``tutorials/NAME.ipynb`` to the site and links to it on the tutorial.
 
-``python docs/make_notebooks.py FOLDER`` writes the notebooks without building the site. Python blocks become code cells,
-and so do commands after a dollar sign, as ``!unskew ...``. Everything else becomes Markdown cells. Links to other pages
-become their text, because they would lead nowhere from a downloaded notebook.
+``python docs/make_notebooks.py FOLDER`` writes the notebooks without building the site. Without a folder, it writes those in
+``examples/``, which Colab opens from there. Python blocks become code cells, and so do commands after a dollar sign, as
+``!unskew ...``. Everything else becomes Markdown cells. Links to other pages become their text, because they would lead
+nowhere from a downloaded notebook.
 """
 
 from __future__ import annotations
@@ -16,6 +17,16 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 TUTORIALS = Path(__file__).parent / "tutorials"
+EXAMPLES = Path(__file__).parents[1] / "examples"
+COLAB = "https://colab.research.google.com/github/unskew/unskew/blob/main/examples"
+STORED = ("hospital", "quickstart")
+"""Tutorials whose notebooks are in ``examples/``. They install unskew if it is missing."""
+INSTALL = """
+import importlib.util
+
+if importlib.util.find_spec("unskew") is None:  # as on Colab
+    %pip install -q 'unskew[hub,report]'
+"""
 BLOCK = re.compile(r"^```(python|console)\n(.*?)^```\n", flags=re.DOTALL | re.MULTILINE)
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?://)[^)]*\)")
 
@@ -37,11 +48,12 @@ def cell(kind: str, text: str, number: int) -> dict[str, Any]:
     return {**content, "execution_count": None, "outputs": []} if kind == "code" else content
 
 
-def notebook(text: str) -> dict[str, Any]:
+def notebook(text: str, install: bool = False) -> dict[str, Any]:
     """Convert a tutorial to a notebook of format 4.5.
 
     Args:
         text: The tutorial in Markdown.
+        install: Whether the first cell installs unskew if it is missing.
     """
     cells: list[dict[str, Any]] = []
 
@@ -49,6 +61,7 @@ def notebook(text: str) -> dict[str, Any]:
         if content.strip():
             cells.append(cell(kind, content, len(cells)))
 
+    append("code", INSTALL if install else "")
     end = 0
     for block in BLOCK.finditer(text):
         append("markdown", LINK.sub(r"\1", text[end : block.start()]))
@@ -64,7 +77,8 @@ def notebook(text: str) -> dict[str, Any]:
 def notebooks() -> dict[str, str]:
     """Return the notebooks as JSON, by file name."""
     pages = sorted(TUTORIALS.glob("*.md"))
-    return {f"{page.stem}.ipynb": json.dumps(notebook(page.read_text()), indent=1) + "\n" for page in pages}
+    contents = {page.stem: notebook(page.read_text(), page.stem in STORED) for page in pages}
+    return {f"{name}.ipynb": json.dumps(content, indent=1) + "\n" for name, content in contents.items()}
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -92,12 +106,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     if path.parent.name != TUTORIALS.name:
         return markdown
     title, rest = markdown.split("\n", 1)
-    return f"{title}\n\n[Download this tutorial as a notebook]({path.stem}.ipynb).\n{rest}"
+    link = f"[Download this tutorial as a notebook]({path.stem}.ipynb)"
+    if path.stem in STORED:
+        link += f", or [open it in Colab]({COLAB}/{path.stem}.ipynb)"
+    return f"{title}\n\n{link}.\n{rest}"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) != 2:
-        raise SystemExit("Name the folder for the notebooks: python docs/make_notebooks.py FOLDER")
-    Path(sys.argv[1]).mkdir(parents=True, exist_ok=True)
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else EXAMPLES
+    folder.mkdir(parents=True, exist_ok=True)
     for name, content in notebooks().items():
-        (Path(sys.argv[1]) / name).write_text(content)
+        if len(sys.argv) > 1 or Path(name).stem in STORED:
+            (folder / name).write_text(content)

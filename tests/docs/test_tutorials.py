@@ -1,4 +1,7 @@
-"""The tutorials run as they are written: Python, and commands after a dollar sign, from top to bottom."""
+"""The tutorials run as they are written: Python, and commands after a dollar sign, from top to bottom.
+
+``test_notebooks.py`` runs those with a notebook in ``examples/``.
+"""
 
 import re
 import shlex
@@ -12,10 +15,16 @@ from support.running import call
 pytestmark = pytest.mark.usefixtures("undrawn")
 PAGES = sorted((DOCS / "tutorials").glob("*.md"))
 CHEAP = "own-method"
+IN_JUPYTER = {path.stem for path in (ROOT / "examples").glob("*.ipynb")}
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, id=p.stem, marks=[] if p.stem == CHEAP else [pytest.mark.slow]) for p in PAGES]
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[] if page.stem == CHEAP else [pytest.mark.slow])
+        for page in PAGES
+        if page.stem not in IN_JUPYTER
+    ],
 )
 def test_a_tutorial_runs(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

@@ -1,11 +1,11 @@
 """Results in notebooks: tables, figures, progress and differences."""
 
 import sys
-from html.parser import HTMLParser
 from types import SimpleNamespace
 
 import pytest
 import torch
+from support.html_cells import Cells
 
 import unskew
 from unskew.comparison.comparison_result import Comparison
@@ -39,31 +39,6 @@ def test_notebooks_show_tables_with_text_escaped_and_print_no_histories():
     result = Result(history, summary(0.5, 2_000_000), torch.nn.Linear(1, 1), torch.zeros(2), None)
     assert "<td>&lt;b&gt;fedavg</td><td>2</td><td>0.5</td>" in result._repr_html_()
     assert len(repr(result)) < 200
-
-
-class Cells(HTMLParser):
-    """Texts of the cells of a page, row by row, and of its paragraphs."""
-
-    def __init__(self, page):
-        super().__init__()
-        self.rows, self.paragraphs, self.inside = [], [], None
-        self.feed(page)
-
-    def handle_starttag(self, tag, attributes):
-        assert tag in {"table", "thead", "tbody", "tr", "th", "td", "p"}
-        self.inside = tag
-        if tag == "tr":
-            self.rows.append([])
-        elif tag in ("th", "td"):
-            self.rows[-1].append("")
-        elif tag == "p":
-            self.paragraphs.append("")
-
-    def handle_data(self, data):
-        if self.inside in ("th", "td"):
-            self.rows[-1][-1] += data
-        elif self.inside == "p":
-            self.paragraphs[-1] += data
 
 
 @pytest.fixture(scope="module")

@@ -25,9 +25,10 @@ from unskew.comparison.summary_statistics import (
 from unskew.errors import ConfigError, unknown_name
 from unskew.plots.curves import plot_convergence
 from unskew.privacy.composition import composition_note
-from unskew.records.notebook import NotebookTable, format_mean_std, to_data_frame
+from unskew.records.notebook import NotebookTable, to_data_frame
 from unskew.records.recorder import first_reaching, with_closing
 from unskew.tasks.formatting import value_text
+from unskew.tasks.html_table import format_mean_std
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
 

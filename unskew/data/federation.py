@@ -18,6 +18,7 @@ from torch import Tensor
 
 from unskew.data.client_arrays import check_client_targets, check_shapes, read_clients
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs, joined_clients, take_rows
+from unskew.data.federation_table import federation_html
 from unskew.data.frames import encode_classes, encode_text_labels, frames_to_arrays
 from unskew.data.from_arrays import (
     check_client_list,
@@ -137,6 +138,12 @@ class Federation:
             about["server"] = len(self.server.y)
         about |= {name: getattr(self, name) for name in ("classes", "shape", "partition", "task")}
         return f"Federation({', '.join(f'{name}={value!r}' for name, value in about.items())})"
+
+    def _repr_html_(self) -> str:
+        """Return tables of the clients and of the columns for notebooks."""
+        counted = "counts" in self.objective.provides and self.counts_known and not self.objective.pixels
+        names = self.names if counted else ()
+        return federation_html(repr(self), self.clients, self.objective, names, self.client_label, self.columns)
 
     @property
     def objective(self) -> Task:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_figure, save_or_return, set_round_axis
+from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_or_return, set_round_axis
 from unskew.tasks.intervals import wilson_interval
 from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
 
@@ -120,12 +120,12 @@ def prevalence(counts: np.ndarray) -> tuple[int, np.ndarray, float]:
 def plot_clients_by_class(
     counts: np.ndarray,
     class_names: Sequence[str],
-    path: Path,
+    path: Path | None = None,
     title: str = "",
     most: int = 60,
     client_names: Sequence[str] = (),
     exclusive: bool = True,
-) -> Path:
+) -> Path | Figure:
     """Plot the label distribution: one dot per client and class, its area proportional to the number of samples.
 
     Of two classes, the share of the rarer one at each client is plotted, with its 95 % interval.
@@ -133,7 +133,7 @@ def plot_clients_by_class(
     Args:
         counts: Number of samples, ``[K, C]``.
         class_names: Names of the classes.
-        path: Image file to write.
+        path: Image file to write. None returns the figure, which notebooks display.
         title: Title, such as the partition and its seed.
         most: Maximum number of clients; if there are more, evenly spaced ones are shown.
         client_names: Names of the clients; if empty, their numbers are shown.
@@ -167,4 +167,4 @@ def plot_clients_by_class(
     axis.set_xlabel("client" + (f" ({len(shown)} of {total} shown)" if len(shown) < total else ""))
     axis.set_title(literal_text(title) + ("\n" if title else "") + what, fontsize=9)
     axis.grid(alpha=0.25)
-    return save_figure(figure, path)
+    return save_or_return(figure, path)

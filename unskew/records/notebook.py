@@ -1,54 +1,21 @@
-"""Results in notebooks: tables as HTML and as data frames, and progress as lines."""
+"""Results in notebooks: sentences with a table, data frames, and progress as lines."""
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 from unskew.errors import explain_missing
 from unskew.progress import PATIENCE
 from unskew.records.recorder import Callback, Row
-from unskew.tasks.formatting import missing_text, value_text
+from unskew.tasks.formatting import value_text
+from unskew.tasks.html_table import cell_text, html_page
 from unskew.tasks.primary_metric import metric_info, primary_metric_name
 
 if TYPE_CHECKING:
     import pandas as pd
-
-
-def format_mean_std(value: float | None, std: float | None = None, factor: float = 1.0) -> str:
-    """Format a number with its standard deviation, or a dash if it is not known.
-
-    Args:
-        value: The mean, or None.
-        std: The standard deviation, or None.
-        factor: Factor of both.
-
-    >>> format_mean_std(0.81234, 0.01), format_mean_std(2_500_000, factor=1e-6), format_mean_std(None)
-    ('0.8123 ± 0.01', '2.5', '–')
-    >>> format_mean_std(float("inf"))
-    'diverged'
-    """
-    if value is None or not math.isfinite(value):
-        return missing_text(value).replace("-", "–")
-    return f"{factor * value:.4g}" + (f" ± {factor * std:.2g}" if std else "")
-
-
-def html_table(rows: Sequence[Mapping[str, object]]) -> str:
-    """Return rows as an HTML table with their keys as header; all text is escaped, and missing values are empty."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    header = "".join(f"<th>{escape(str(name))}</th>" for name in names)
-    lines = ("".join(f"<td>{escape(cell_text(row.get(name)))}</td>" for name in names) for row in rows)
-    body = "".join(f"<tr>{line}</tr>" for line in lines)
-    return f"<table><thead><tr>{header}</tr></thead><tbody>{body}</tbody></table>"
-
-
-def cell_text(value: object) -> str:
-    """Return the text of a table cell: numbers with four digits, nothing for None."""
-    return "" if value is None else format_mean_std(value) if isinstance(value, float) else str(value)
 
 
 class NotebookTable:
@@ -70,7 +37,7 @@ class NotebookTable:
 
     def _repr_html_(self) -> str:
         """Return sentences and a table for notebooks."""
-        return "".join(f"<p>{escape(line)}</p>" for line in self._sentences()) + html_table(self._shown())
+        return html_page(self._sentences(), self._shown())
 
 
 class NotebookProgress(Callback):

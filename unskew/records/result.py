@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import read_file
 from unskew.json_models import JsonModel, read_model
-from unskew.records.notebook import format_mean_std, html_table, to_data_frame
+from unskew.records.notebook import to_data_frame
 from unskew.records.recorder import parse_rows
+from unskew.tasks.html_table import format_mean_std, html_table
 from unskew.tasks.primary_metric import objective_metric
 
 if TYPE_CHECKING:

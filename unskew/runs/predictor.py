@@ -11,17 +11,19 @@ from torch import Tensor, nn
 from unskew.data.readers.images import convert_channels, resize_images
 from unskew.data.validation import as_inputs
 from unskew.engines.batches import InputNormalizer
-from unskew.errors import ConfigError, DataError
+from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.progress import report_progress
+from unskew.records.notebook import NotebookTable
 from unskew.runs.input_spec import InputSpec
 
 BATCH = 256
 PIXEL_BATCH = 16
 """Number of images at once for models of pixels, whose layers keep the sides of the image."""
 PADDING = -1
+NAMES_SHOWN = 10
 
 
-class Predictor:
+class Predictor(NotebookTable):
     """Model in eval mode with the preprocessing of its inputs.
 
     Args:
@@ -33,6 +35,24 @@ class Predictor:
     def __init__(self, module: nn.Module, inputs: InputSpec, dtype: torch.dtype):
         self.module, self.inputs = module.eval(), inputs
         self.normalize = InputNormalizer(inputs.known, inputs.shape, dtype, torch.device("cpu"))
+
+    def _sentences(self) -> list[str]:
+        count = sum(parameter.numel() for parameter in self.module.parameters())
+        return [
+            f"Model with {count:,} parameters, task {self.inputs.task}, outputs: {abbreviate(self.class_names, NAMES_SHOWN)}."
+        ]
+
+    def _shown(self) -> list[dict[str, object]]:
+        """Return a row for each input column, or one for inputs that are no columns."""
+        columns = {column.name: column for column in self.inputs.columns}
+        rows: list[dict[str, object]] = []
+        for name in columns or self.inputs.features:
+            column = columns.get(name)
+            row: dict[str, object] = {"input": name, "kind": column.kind if column else "number"}
+            if column and column.values:
+                row["values"] = abbreviate(column.values, NAMES_SHOWN)
+            rows.append(row)
+        return rows or [{"input": shape_text(self.inputs.shape), "kind": self.inputs.kind}]
 
     @property
     def class_names(self) -> list[str]:
