@@ -8,10 +8,10 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: help demo test test-unit coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
 
 .venv/demo-installed: pyproject.toml constraints.txt
-	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info[:2] <= (3, 13), "unskew needs Python 3.11 to 3.13; choose one with: make PYTHON=python3.12"'
+	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "unskew needs Python 3.11 or later; choose one with: make PYTHON=python3.12"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
@@ -19,6 +19,12 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .venv/installed: .venv/demo-installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+# The lowest versions in pyproject.toml, which have builds for Python 3.11 to 3.13.
+.venv-lowest/installed: pyproject.toml constraints-lowest.txt
+	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt --editable '.[dev]'
 	touch $@
 
 # Flower wants other versions: an environment of its own. All but PyTorch, which has a build for each kind of machine, is
@@ -34,10 +40,12 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 TORCH = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
   cudnn-cu13 cufft cufile curand cusolver cusparse cusparselt-cu13 nccl-cu13 nvjitlink nvshmem-cu13 nvtx)
 
-lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constraints-deploy.txt, with hashes
+lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constraints-deploy.txt, with hashes; constraints-lowest.txt
 	.venv-deploy/bin/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-annotate --no-header \
 	  --constraint constraints-deploy.txt --extra flower --extra hub $(addprefix --no-emit-package ,$(TORCH)) \
 	  --output-file requirements-deploy.txt pyproject.toml
+	.venv-deploy/bin/uv pip compile --quiet --resolution lowest-direct --only-binary :all: --python-version 3.11 --extra dev \
+	  --no-annotate --no-header --output-file constraints-lowest.txt pyproject.toml
 
 .venv-audit/installed: constraints-audit.txt  ## environment of the audit tools
 	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
@@ -66,6 +74,9 @@ test: .venv/installed  ## the quick test suite, in less than four minutes on two
 
 test-unit: .venv/installed  ## the tests of single modules that start no process and no run, in less than a minute on two cores
 	$(TEST) -m "unit and not slow"
+
+test-lowest: .venv-lowest/installed  ## the tests of `make test-unit`, with the lowest versions of dependencies, on Python 3.11 to 3.13
+	.venv-lowest/bin/python -m pytest -n auto --dist loadgroup -m "unit and not slow"
 
 coverage:  ## `make test`, and the share of lines and branches that it runs, which must not fall below that in pyproject.toml
 	$(MAKE) test ARGS="--cov --cov-report=term:skip-covered"
@@ -118,4 +129,4 @@ gallery: .venv/installed  ## the pictures of docs/gallery.md, by the code on tha
 	$(BIN)/python -m speed.gallery
 
 clean:  ## remove environments and build outputs
-	rm -rf .venv .venv-deploy .venv-audit site build *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-deploy .venv-audit .venv-lowest site build *.egg-info .pytest_cache .mypy_cache .ruff_cache

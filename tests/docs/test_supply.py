@@ -7,6 +7,8 @@ import tomllib
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
 from support.pages import ROOT
 
 from unskew.deployment.flower.cli import VERSIONS
@@ -40,6 +42,29 @@ def test_the_supported_versions_of_flower_are_the_same_everywhere():
     tested = workflow["jobs"]["flower"]["strategy"]["matrix"]["flower"]
     assert tested[-1] == pinned("constraints-deploy.txt")["flwr"]
     assert VERSIONS.startswith(f">={tested[0].removesuffix('.0')},")
+
+
+def test_the_lowest_versions_are_those_of_the_package():
+    """make lock writes the file; Flower and Weights & Biases are not in the environment, and `dev` has no user."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"flower", "wandb", "dev"})]
+    constraints = pinned("constraints-lowest.txt")
+    for requirement in (Requirement(text) for texts in lists for text in texts):
+        (lowest,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
+        assert Version(constraints[requirement.name]) == Version(lowest), requirement.name
+
+
+def test_every_supported_python_has_a_job():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    listed = [text.rpartition(" ")[2] for text in project["classifiers"] if "Python :: 3." in text]
+    workflows = {
+        name: yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text())
+        for name in ("test", "release")
+    }
+    assert workflows["test"]["jobs"]["linux"]["strategy"]["matrix"]["python"] == listed
+    assert workflows["release"]["jobs"]["test"]["strategy"]["matrix"]["python"] == listed
+    assert project["requires-python"] == f">={listed[0]}"
 
 
 @pytest.mark.parametrize(

@@ -228,7 +228,8 @@ def test_the_forms_of_convolutions_agree(make, name):
 
 def settings():
     newer = [
-        getattr(p, "fp32_precision", None) for p in (BACKENDS.cuda.matmul, BACKENDS.cudnn.conv, BACKENDS.cudnn.rnn)
+        getattr(part, "fp32_precision", None)
+        for part in (BACKENDS.cuda.matmul, *(getattr(BACKENDS.cudnn, name, None) for name in ("conv", "rnn")))
     ]
     return {
         "newer": newer,

@@ -58,16 +58,16 @@ class RunThread(threading.Thread):
         self.error: BaseException | None = None
         self._requests: SimpleQueue[Request | None] = SimpleQueue()
         self._replies: SimpleQueue[Reply] = SimpleQueue()
-        self._context = contextvars.copy_context()
+        self._variables = contextvars.copy_context()
         self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
     def run(self) -> None:
         """Execute the run; called in the thread."""
-        self._context.run(_current.set, self)
         try:
+            self._variables.run(_current.set, self)
             if self._device is not None:  # the current device of PyTorch belongs to a thread
                 torch.cuda.set_device(self._device)
-            self.result = self._context.run(self.function)
+            self.result = self._variables.run(self.function)
         except BaseException as error:  # raised by ``run_together``
             self.error = error
         self._requests.put(None)

@@ -211,10 +211,13 @@ def seconds_of_run(
             return None, True
         few = max(1, min(math.ceil(steps), math.ceil(SLOT / max(alone, 1e-9))))
         limit, idle = max(LIMIT, SHARE * usual), first_active_round(method)
+        began = time.perf_counter()
         try:
             with time_limit(limit, TooLongError()):
                 begin, train, server = measured_seconds(parts, config.rounds, client, few)
-        except TooLongError:
+        except Exception:  # the code that the limit interrupts may replace TooLongError by an error of its own
+            if time.perf_counter() - began < limit:
+                raise
             return limit / 2 * max(1, config.rounds - idle), False
         evaluation = math.inf
         for _ in range(2):  # the first evaluation imports what the metrics need
