@@ -45,10 +45,13 @@ def test_the_supported_versions_of_flower_are_the_same_everywhere():
 
 
 def test_the_lowest_versions_are_those_of_the_package():
-    """make lock writes the file; Flower and Weights & Biases are not in the environment, and `dev` has no user."""
+    """make lock writes the file; Flower, Weights & Biases and bitsandbytes are not in the environment, and `dev` has no user."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
-    lists = [project["dependencies"], *(extras[name] for name in extras.keys() - {"flower", "wandb", "dev"})]
+    lists = [
+        project["dependencies"],
+        *(extras[name] for name in extras.keys() - {"flower", "wandb", "quantized", "dev"}),
+    ]
     constraints = pinned("constraints-lowest.txt")
     for requirement in (Requirement(text) for texts in lists for text in texts):
         (lowest,) = (bound.version for bound in requirement.specifier if bound.operator == ">=")
