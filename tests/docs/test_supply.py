@@ -45,7 +45,7 @@ def test_the_supported_versions_of_flower_are_the_same_everywhere():
 
 
 def test_the_lowest_versions_are_those_of_the_package():
-    """make lock writes the file; Flower, Weights & Biases and bitsandbytes are not in the environment, and `dev` has no user."""
+    """make lock writes the file, without Flower, Weights & Biases and bitsandbytes; `dev` has no user."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     lists = [
