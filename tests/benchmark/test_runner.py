@@ -10,9 +10,10 @@ from support.running import call
 import unskew
 from speed.advice_evidence import collect
 from unskew.benchmark.pages import write_pages
-from unskew.benchmark.results import read_results
+from unskew.benchmark.results import FederationResults, read_results
 from unskew.benchmark.runner import SuiteRuns, Unit
-from unskew.benchmark.suite import included, load_suite
+from unskew.benchmark.suite import BenchmarkFederation, included, load_suite
+from unskew.benchmark.tables import tuning_table
 from unskew.errors import ConfigError
 from unskew.reproduction.outcomes import append_outcome
 
@@ -173,3 +174,17 @@ def test_budgets_grow_with_the_options_and_smaller_ones_are_shown_until_then(sui
     }
     fixed = runs_of(trials_per_option=4, space={"fedprox.mu": [0.1]})
     assert fixed.tuned_unit("few", "fedprox").trials == 2
+
+
+@pytest.mark.parametrize(("fedprox", "best"), [((0.70, 0.71), "-"), ((0.74, 0.75), "`fedprox`")])
+def test_best_method_is_one_that_is_better_than_the_tuned_baseline(fedprox, best):
+    def outcome(values):
+        summaries = [{"accuracy": value, "diverged": False} for value in values]
+        return {"objective": "accuracy", "personal": False, "client_metric": "accuracy", "summaries": summaries}
+
+    outcomes = {"fedavg": outcome((0.72, 0.73)), "fedprox": outcome(fedprox)}
+    federation = BenchmarkFederation(name="few", title="Few", kind="controlled", source="", settings={})
+    _, header, [row] = tuning_table([FederationResults(federation, outcomes, {}, "fedavg")])
+    cells = dict(zip(header, row, strict=True))
+    assert cells["best method"] == best
+    assert (cells["to tuned"] == "-") is (best == "-")

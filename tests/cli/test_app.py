@@ -7,18 +7,22 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import pytest
 import typer
 import yaml
+from pydantic import BaseModel, Field
 from support.running import TINY, Stop, StopAfter, assert_same_run, call, metrics, summary
 
 import unskew
 from unskew.cli.app import app
 from unskew.cli.common import config_values
+from unskew.cli.flags import field_flags
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
+from unskew.config_fields import DATA
 from unskew.methods.registry import COMPOSITIONS
 
 pytestmark = pytest.mark.usefixtures("undrawn")
@@ -74,6 +78,21 @@ def test_help_names_every_flag(capsys, command, flags):
     outcome = call(capsys, command, "--help")
     assert outcome.code == 0
     assert set(flags.split()) <= set(re.findall(r"--([a-z-]+)", outcome.out))
+
+
+def test_no_help_shows_an_undefined_default(capsys):
+    for name in typer.main.get_command(app).commands:
+        outcome = call(capsys, name, "--help")
+        assert (outcome.code, "Pydantic" in outcome.out) == (0, False), name
+
+
+def test_help_shows_the_value_of_a_default_factory():
+    class Fields(BaseModel):
+        levels: Annotated[tuple[str, ...], DATA] = Field(default_factory=lambda: ("a", "b"))
+        limits: Annotated[dict[str, int], DATA] = Field(default_factory=dict)
+
+    shown = {name: flag.help for name, flag in field_flags(Fields)}
+    assert shown == {"levels": " [default: ('a', 'b')]", "limits": ""}
 
 
 def test_fields_of_tables_and_of_the_loss_have_flags_and_the_help_has_sections(capsys):
@@ -551,6 +570,18 @@ def test_compare_takes_a_file_made_for_one_run(capsys):
     assert (row["method"], row["target"]) == ("fedavg", 0.01)
     assert outcome.json()["folder"] == "runs/compare-digits"
     assert summary("runs/compare-digits/fedavg/seed-0")["clients"] == 3
+
+
+@pytest.mark.parametrize("leave_out", [(), ("--leave-one-out", "--unseen", "0")])
+def test_compare_takes_options_of_each_of_several_models(capsys, leave_out):
+    Path("my.yaml").write_text("model: [mlp, mlp]\nmodel_options: [{hidden: [8]}, {hidden: [12, 8]}]\n")
+    each = ("--model", "mlp,mlp", "--set", "model_options=[{hidden: [8]}, {hidden: [12, 8]}]")
+    for number, words in enumerate((("my.yaml",), each)):
+        options = ("--clients", 4, "--rounds", 1, "--local-steps", 1, "--engine", "inline", "--no-references")
+        outcome = call(capsys, "compare", "fedproto", *words, "--seeds", 1, *options, *leave_out, "--out", f"c{number}")
+        assert outcome.code == 0, outcome.err
+        config = yaml.safe_load(Path(f"c{number}/fedproto/seed-0/config.yaml").read_text())
+        assert config["model_options"] == [{"hidden": [8]}, {"hidden": [12, 8]}]
 
 
 # ---- trackers ---------------------------------------------------------------------------------------------------------

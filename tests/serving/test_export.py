@@ -299,6 +299,66 @@ def test_a_client_has_the_model_that_its_method_keeps_for_it(ditto, tmp_path, ca
         unskew.load_predictor(ditto, client_number=3)
 
 
+def card_of_client(folder, client):
+    """The metrics of a client's card, by their names on the hub, its text, and the client's row in ``clients.jsonl``."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        text = model_card_text(open_run(folder, client_number=client), "torch")
+    front = yaml.safe_load(text.split("---")[1])
+    metrics = [m for entry in front.get("model-index", []) for m in entry["results"][0]["metrics"]]
+    row = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()][client]
+    return {metric["type"]: metric["value"] for metric in metrics}, text, row
+
+
+@pytest.mark.parametrize("method", ["ditto", "fedavg+ft", "fedper", "fedproto"])
+def test_the_card_of_a_personal_model_has_its_own_metrics(tmp_path, method):
+    options = {**TINY, "model": "mlp", "method": method, "metrics": ["balanced_accuracy"], "out": tmp_path / "run"}
+    summary = unskew.run(**options).summary
+    metrics, text, row = card_of_client(tmp_path / "run", 1)
+    names = ("accuracy", "loss", "balanced_accuracy")
+    assert metrics == {name: pytest.approx(row[f"personal_{name}"], abs=1e-6) for name in names}
+    assert f"| Accuracy on {row['num_held_out']} held-out samples | {100 * row['personal_accuracy']:.1f} % |  |" in text
+    mean, worst = summary["personal_accuracy_mean"], summary["personal_accuracy_worst"]
+    assert f"accuracy was {100 * mean:.1f} % on average and {100 * worst:.1f} % for the worst client" in text
+    assert "Test accuracy" not in text
+
+
+def test_the_card_of_a_client_with_its_own_normalization_statistics_has_its_metrics(tmp_path):
+    model = {"name": "mlp", "norm": "batch"}
+    unskew.run(**TINY, model=model, buffers="local", out=tmp_path / "run")
+    metrics, _, row = card_of_client(tmp_path / "run", 1)
+    assert metrics == {name: pytest.approx(row[name], abs=1e-6) for name in ("accuracy", "loss")}
+
+
+def test_the_card_of_a_client_without_held_out_samples_names_the_test_set(tmp_path):
+    unskew.run(**TINY, model="logistic", method="ditto", holdout=0, out=tmp_path / "run")
+    metrics, text, row = card_of_client(tmp_path / "run", 1)
+    assert metrics["accuracy"] == pytest.approx(row["personal_accuracy"], abs=1e-6)
+    assert "This model on the test set, weighted by the client's classes" in text
+
+
+def test_the_card_of_a_client_that_was_not_evaluated_has_no_metrics(tmp_path):
+    options = {**TINY, "model": "logistic", "method": "ditto", "eval_clients": 1, "out": tmp_path / "run"}
+    unskew.run(**options)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "clients.jsonl").read_text().splitlines()]
+    (left_out, *_) = [row["client"] for row in rows if "accuracy" not in row]
+    metrics, text, _ = card_of_client(tmp_path / "run", left_out)
+    assert metrics == {}
+    assert "No metrics of this model are known." in text
+
+
+def test_the_card_of_an_initial_model_of_another_architecture_has_no_metrics(tmp_path):
+    models = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [12, 8]}]
+    options = {**TINY, "clients": 4, "participation": 0.25, "rounds": 1, "model": models, "method": "fedproto"}
+    unskew.run(**options, out=tmp_path / "run")
+    for client in range(4):
+        metrics, text, row = card_of_client(tmp_path / "run", client)
+        initial = "This is the initial model of the architecture of client" in text
+        assert initial is ("the initial model of its architecture serves it" in text)
+        expected = {} if initial else {"accuracy": row["personal_accuracy"], "loss": row["personal_loss"]}
+        assert metrics == {name: pytest.approx(value, abs=1e-6) for name, value in expected.items()}
+
+
 def write_wards(folder):
     """A table of the clients 2, 3 and 1, in this order, and a personal model for each."""
     rows = [f"{(2, 3, 1)[k % 3]},{k % 7},{(3 * k) % 5},{int(k % 4 == k % 3)}" for k in range(90)]

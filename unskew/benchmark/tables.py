@@ -136,7 +136,7 @@ def ranks_note(results: Sequence[FederationResults], view: View) -> str:
 
 
 def tuning_table(results: Sequence[FederationResults]) -> Line:
-    """Return what tuning the baseline alone gives, and the best method.
+    """Return what tuning the baseline alone gives, and the best method if one is better than the tuned baseline.
 
     Args:
         results: Outcomes of the federations.
@@ -146,7 +146,8 @@ def tuning_table(results: Sequence[FederationResults]) -> Line:
         gain = own.tuning_gain("global")
         values = own.values("global")
         differences = own.differences("global")
-        best = max(differences, key=lambda name: differences[name].mean, default=None)
+        better = [name for name, difference in differences.items() if difference.mean > 0]
+        best = max(better, key=lambda name: differences[name].mean, default=None)
         pooled = next((values[name] for name in values if is_reference(name)), None)
         rows.append(
             [

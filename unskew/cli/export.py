@@ -26,7 +26,7 @@ def export(
     Options:
         run: Folder of a finished run.
         kind: torch, onnx, torchscript or transformers.
-        out: Folder to write; RUN/export-FORMAT by default.
+        out: Folder to write the model and its card to; RUN/export-FORMAT by default.
     """
     check_run(run)
     from unskew.serving.export import export as write

@@ -70,7 +70,8 @@ def field_flags(section: type[BaseModel] = Experiment, path: tuple[str, ...] = (
             yield from field_flags(inner, (*path, name))
         for flag in field.metadata:
             if isinstance(flag, Flag):
-                default = "" if field.default in (None, "", (), False) else f" [default: {field.default}]"
+                value = field.get_default(call_default_factory=True)
+                default = "" if value in (None, "", (), {}, False) else f" [default: {value}]"
                 text = " ".join((field.description or "").replace("``", "").split())
                 yield (
                     flag.name or name,
@@ -193,7 +194,7 @@ EXAMPLES = {
     "doctor": "unskew doctor",
     "init": "unskew init patients.csv",
     "diagnose": "unskew diagnose --data digits --partition dirichlet:0.1",
-    "export": "unskew export runs/digits-fedavg-seed0 --out model.onnx",
+    "export": "unskew export runs/digits-fedavg-seed0 --out exported",
     "predict": "unskew predict runs/digits-fedavg-seed0 new.csv",
     "evaluate": "unskew evaluate runs/digits-fedavg-seed0 new.csv",
     "report": "unskew report runs/compare-digits",

@@ -101,9 +101,9 @@ def compare(
     folder = None if out is None else parse_path(out).absolute()
     if not {"method", "seed"}.isdisjoint(options):
         raise ConfigError("A comparison takes methods=[...] and seeds=... instead of method and seed.")
-    experiment({**options, "target": target})  # validate the options, including the target
     values, own_model = config_from_arguments(options, federation, model), model_object(model)
     own = overrides_by_method(overrides, list(by_name))
+    experiment({**values, **own[next(iter(by_name))], "target": target})  # validate the target, which no run has
     plan = ComparisonPlan(federation, own_model, by_name, which, values, own, folder)
     check_same_data(plan.configs[name, which[0]] for name in by_name)
     check_same_objective(plan.configs[name, which[0]] for name in by_name)

@@ -22,7 +22,7 @@ from unskew.data.unseen import unseen_mask
 from unskew.errors import ConfigError
 from unskew.filesystem import parse_path, write_atomic
 from unskew.records.recorder import Callback
-from unskew.runs.api_arguments import method_expression
+from unskew.runs.api_arguments import config_from_arguments, method_expression
 from unskew.runs.summary import ALL_SAMPLES
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import MetricInfo, client_metric_name, metric_info, primary_metric_name
@@ -97,7 +97,8 @@ def leave_one_out(
             differ between the seeds.
     """
     fields = {**next(iter((options.get("overrides") or {}).values()), {}), **options}
-    fields = {name: value for name, value in fields.items() if name in Experiment.model_fields and name != "model"}
+    fields = {name: value for name, value in fields.items() if name in Experiment.model_fields}
+    fields = config_from_arguments(fields, federation, fields.pop("model", None))
     seeds = seed_list(options.get("seeds", 3))
     data = federation or last.of(experiment({**fields, "seed": seeds[0]}))
     sites = left_out_clients(data, parse_unseen(unseen), federation is None and len(seeds) > 1)

@@ -361,7 +361,7 @@ class DataSpec(Section):
     categories: Annotated[ColumnNames, DATA] = ()
     """Categorical columns of a table: ``drug,ward``; ``auto`` means every string column. In a file, a mapping of columns to
     their values; secure aggregation needs it."""
-    category_values: Annotated[dict[str, tuple[str, ...]], DATA] = Field(default_factory=dict)
+    category_values: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Values of categorical columns that are agreed in advance, so that clients do not send them. Others count as missing."""
     dates: Annotated[ColumnNames, DATA] = ()
     """Date columns of a table."""

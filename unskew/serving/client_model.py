@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from numbers import Integral
 from pathlib import Path
-from typing import NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from safetensors.torch import load
 from torch import Tensor
@@ -28,11 +30,13 @@ class ServedClient(NamedTuple):
         number: Number of the client, from 0.
         name: Its name, or its number if the clients have no names.
         unseen: Whether it took no part in training.
+        row: Its row in ``clients.jsonl``.
     """
 
     number: int
     name: str
     unseen: bool
+    row: Mapping[str, Any] = MappingProxyType({})
 
 
 def find_client(folder: Path, name: str | None, number: int | None) -> ServedClient:
@@ -58,7 +62,7 @@ def find_client(folder: Path, name: str | None, number: int | None) -> ServedCli
         for row in rows:
             if row.get("name") == name if name is not None else row["client"] == number:
                 shown = str(row.get("name", row["client"]))
-                return ServedClient(int(row["client"]), shown, row.get("unseen") is True)
+                return ServedClient(int(row["client"]), shown, row.get("unseen") is True, row)
         numbers = f"from 0 to {max((int(row['client']) for row in rows), default=0)}"
     if name is not None and names:
         raise ConfigError(f"{folder}: {unknown_name('client', name, names)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import statistics
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS, rule_class
+from unskew.methods.registry import method as method_of
 from unskew.records.recorder import privacy_sentences, strip_warning_prefix
 from unskew.records.result import read_about, read_summary
 from unskew.runs.predictor import shape_text
 from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape
 from unskew.simulation.checkpoint import checkpoint_errors
+from unskew.simulation.personal_models import has_personal_models
 from unskew.tasks.primary_metric import KNOWN_METRICS, SCORES, metric_of, primary_metric_name
 from unskew.tasks.registry import TASKS
 
@@ -33,6 +36,9 @@ USES = {
 }
 
 SIMULATED = "The model was trained in a simulation: the clients were parts of one data set on one machine."
+UNKNOWN = "No metrics of this model are known."
+MetricRow = tuple[str, str, float, float | None]
+"""Key of a metric, its title, and its mean and standard deviation over seeds."""
 CLIENT_METRIC = re.compile(r"(client|personal|unseen)_.*_(mean|std|worst|worst_decile)$")
 """Metrics of a summary that are computed from clients' held-out data."""
 
@@ -54,41 +60,45 @@ def model_card_text(opened: OpenedRun, kind: str) -> str:
 def _text(opened: OpenedRun, kind: str) -> str:
     runs = summaries(opened.folder)
     own = runs[0]
-    rows = [
-        (key, name, *mean_std_over_seeds(runs, key))
-        for key, name in card_metrics(opened.inputs.objective.name, opened.config, own).items()
-        if isinstance(own.get(key), int | float)
-    ]
+    personal = opened.client is not None and not opened.note
+    rows = client_metrics(opened, own) if personal else global_metrics(opened, runs)
     title = f"{opened.config.model} on {own['data']}, trained with {own['method']}"
     # Programs that do not know front matter show it as Markdown, where entities would be part of a name.
     name, data = (re.sub(r"[^\w .,;:%()'=/+-]", " ", value) for value in (title, str(own["data"])))
     seeds = len(runs)
     metrics = [{"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows]
     result = {"task": {"type": hub_task(opened)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
+    index = {"model-index": [{"name": name, "results": [result]}]} if rows else {}
     front: dict[str, Any] = {
         "library_name": LIBRARIES[kind],
         "pipeline_tag": hub_task(opened),
         "tags": ["federated-learning", "unskew", *re.findall(r"[a-z][\w-]*(?=$|[:+])", str(own["method"]))],
-        "model-index": [{"name": name, "results": [result]}],
+        **index,
     }
-    whose = (
-        "the global model of a federation"
-        if opened.client is None or opened.note
-        else f"the personal model of client {escape_markdown(opened.client.name)} of a federation"
-    )
+    whose = "the global model"
     several = f"mean and standard deviation over {seeds} runs of different seeds"
-    averaged_over = several if seeds > 1 else "one run, so no spread is known"
+    measured = f"Global model after the last round: {several if seeds > 1 else 'one run, so no spread is known'}."
+    if opened.client is not None:
+        client = escape_markdown(opened.client.name)
+        if personal:
+            whose = f"the personal model of client {client}"
+            measured = f"This model on {client_test_data(opened.client.row)}: one run, so no spread is known."
+        elif has_several_models(own):
+            whose = f"the initial model of the architecture of client {client}"
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False, allow_unicode=True)}---",
         f"# {escape_markdown(title)}",
-        f"This is {whose}, trained with unskew {escape_markdown(unskew_version(opened.folder))}.",
+        f"This is {whose} of a federation, trained with unskew {escape_markdown(unskew_version(opened.folder))}.",
         "## Data",
         data_text(opened, own),
         "## Training",
         training_text(opened, own),
         "## Metrics",
-        f"Global model after the last round: {averaged_over}.",
-        "| metric | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows)),
+        *(
+            [measured, "| metric | mean | std |\n|---|---|---|\n" + "\n".join(map(table_row, rows))]
+            if rows
+            else [UNKNOWN]
+        ),
         "## Use",
         use_text(opened, kind),
         "## Limitations",
@@ -97,8 +107,66 @@ def _text(opened: OpenedRun, kind: str) -> str:
     return "\n\n".join(lines) + "\n"
 
 
-def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str, str]:
-    """Return the keys of a summary that the card shows, with their titles.
+def global_metrics(opened: OpenedRun, runs: list[dict[str, Any]]) -> list[MetricRow]:
+    """Return the metrics of the global model; none for a client whose architecture it does not have.
+
+    Args:
+        opened: Run with its model.
+        runs: Summaries of the run, and of those with other seeds.
+    """
+    own = runs[0]
+    if opened.client is not None and has_several_models(own):
+        return []
+    titles = metric_titles(opened.inputs.objective.name, opened.config, own)
+    shown = {name: f"Test {title}, last round" for name, title in titles.items()}
+    key = TASKS[opened.inputs.objective.name].scored
+    for whose, models in (("client", "at clients"), ("personal", "of personal models")):
+        for statistic, title in (("mean", "mean"), ("worst", "worst client")):
+            shown[f"{whose}_{key}_{statistic}"] = f"{KNOWN_METRICS[key].heading} {models}, {title}"
+    return [
+        (key, title, *mean_std_over_seeds(runs, key))
+        for key, title in shown.items()
+        if isinstance(own.get(key), int | float)
+    ]
+
+
+def client_metrics(opened: OpenedRun, own: dict[str, Any]) -> list[MetricRow]:
+    """Return the metrics of a client's model on its held-out samples; none if the client was not evaluated.
+
+    Args:
+        opened: Run with the model of a client.
+        own: Summary of the run.
+    """
+    if opened.client is None:
+        return []
+    prefix = "personal_" if has_personal_models(method_of(opened.config.method), opened.spec) else ""
+    titles = metric_titles(opened.inputs.objective.name, opened.config, own)
+    values = {name: opened.client.row.get(f"{prefix}{name}") for name in titles}
+    where = client_test_data(opened.client.row)
+    return [
+        (name, f"{titles[name][0].upper()}{titles[name][1:]} on {where}", float(value), None)
+        for name, value in values.items()
+        if isinstance(value, int | float)
+    ]
+
+
+def client_test_data(row: Mapping[str, Any]) -> str:
+    """Describe the samples of which the metrics in a row of ``clients.jsonl`` are."""
+    count = row.get("num_held_out")
+    return (
+        f"{count} held-out samples"
+        if isinstance(count, int) and count
+        else "the test set, weighted by the client's classes"
+    )
+
+
+def has_several_models(own: dict[str, Any]) -> bool:
+    """Return whether clients of the run of a summary have models of different architectures."""
+    return "," in str(own.get("model"))
+
+
+def metric_titles(task: str, config: Experiment, own: dict[str, Any]) -> dict[str, str]:
+    """Return the names of the metrics that the card shows, with their titles.
 
     Args:
         task: Name of the task.
@@ -109,13 +177,7 @@ def card_metrics(task: str, config: Experiment, own: dict[str, Any]) -> dict[str
     configured = [metric_name(metric) for metric in (config.objective, *config.metrics) if metric != AUTO]
     further = dict.fromkeys([*configured, *own.get("own_metrics", {})])
     titles = {key: SCORES[key], "loss": "loss", **{name: name for name in TASKS[task].extra_metrics}}
-    titles |= {name: metric_of(own, name).title for name in further}
-    at_clients = {"client": "at clients", "personal": "of personal models"}
-    return {name: f"Test {title}, last round" for name, title in titles.items()} | {
-        f"{whose}_{key}_{statistic}": f"{KNOWN_METRICS[key].heading} {models}, {title}"
-        for whose, models in at_clients.items()
-        for statistic, title in (("mean", "mean"), ("worst", "worst client"))
-    }
+    return titles | {name: metric_of(own, name).title for name in further}
 
 
 def hub_task(opened: OpenedRun) -> str:
@@ -160,7 +222,7 @@ def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, fl
     return statistics.fmean(values), statistics.stdev(values) if len(values) > 1 else None
 
 
-def table_row(row: tuple[str, str, float, float | None]) -> str:
+def table_row(row: MetricRow) -> str:
     """Format a row of the table of metrics."""
     key, name, mean, std = row
 
@@ -312,8 +374,12 @@ def limitations_text(opened: OpenedRun, own: dict[str, Any], kind: str, seeds: i
         *weights_text(opened, kind),
     ]
     score = primary_metric_name(own)
-    worst, mean = own.get(f"client_{score}_worst"), own.get(f"client_{score}_mean")
-    if isinstance(worst, float) and isinstance(mean, float):
+    is_global = opened.client is None or opened.note
+    # Clients with own statistics of a normalization layer, but no other personal part, have metrics without a prefix.
+    whose = "client" if is_global or f"personal_{score}_mean" not in own else "personal"
+    worst, mean = own.get(f"{whose}_{score}_worst"), own.get(f"{whose}_{score}_mean")
+    serves_all = opened.client is None or not has_several_models(own) or not opened.note
+    if isinstance(worst, float) and isinstance(mean, float) and serves_all:
         texts.append(
             f"Performance differs between clients: in this run {SCORES[score]} was {100 * mean:.1f} % on average and "
             f"{100 * worst:.1f} % for the worst client, on {escape_markdown(own.get('clients_evaluated_on'))}."
@@ -323,8 +389,8 @@ def limitations_text(opened: OpenedRun, own: dict[str, Any], kind: str, seeds: i
     if opened.note:
         texts.append(escape_markdown(opened.note))
     elif opened.client is not None:
-        texts.append("This model was trained for one client, but the metrics above are not of this model alone.")
-    is_global = opened.client is None or opened.note  # a personal model has seen its client's samples without noise
+        texts.append("This model was trained for one client. Its performance on the data of others is not known.")
+    # A personal model has seen its client's samples without noise.
     guarantees = [f"Privacy: {escape_markdown(text)}" for text in privacy_sentences(own) if is_global]
     none = "Training gave no privacy guarantee: information on single samples may be recoverable from the model."
     texts += guarantees or [none]
