@@ -168,7 +168,7 @@ def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[Measured
     first_title = "left-out federation" if scored is None else "federation"
     header = [first_title, "advised", "first", "best of three", "best of all", "missing", "traffic"]
     lines = []
-    for view in VIEWS:
+    for view in VIEWS if scored is None or scored else ():
         scores = score_leaving_out(evidence, view, scored)
         rows = []
         for row in scores:

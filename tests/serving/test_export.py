@@ -506,8 +506,10 @@ def test_every_registered_model_can_be_exported(tmp_path, name, kind):
         pytest.importorskip("transformers")
     draws = np.random.default_rng(0)
     images = draws.integers(0, 256, (60, 3, 32, 32)).astype(np.uint8)
-    labels = draws.integers(0, 3, 60)
-    fed = unskew.Federation.from_arrays([(images[:40], labels[:40])], test=(images[40:], labels[40:]), classes=3)
+    shape, task = ((60, 32, 32), "segmentation") if MODELS[name].pixels else (60, "classification")
+    labels = draws.integers(0, 3, shape)
+    parts = [(images[:40], labels[:40])], (images[40:], labels[40:])
+    fed = unskew.Federation.from_arrays(parts[0], test=parts[1], classes=3, task=task)
     options = {"rounds": 1, "local_steps": 1, "batch_size": 8, "lr": 0.01, "engine": "inline", "out": tmp_path / "run"}
     unskew.run(fed, model=name, model_options=small(name), **options)
     done = unskew.export(tmp_path / "run", kind)

@@ -99,7 +99,7 @@ class Classification(Task):
         if y.dim() != 1:
             raise DataError(
                 f"The labels of {who} have shape {tuple(y.shape)}; expected one class index per sample. "
-                'For several labels per sample, set task="multilabel".'
+                'For several labels per sample, set task="multilabel"; for a class per pixel, task="segmentation".'
             )
         if y.is_floating_point() and not bool((torch.isfinite(y) & (y == y.round())).all()):
             raise DataError(
