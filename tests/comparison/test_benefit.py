@@ -11,7 +11,7 @@ from support.running import TINY, call
 
 import unskew
 from unskew.comparison.benefit import assess_benefit
-from unskew.comparison.benefit_text import benefit_sentences
+from unskew.comparison.benefit_text import benefit_sentences, benefit_title
 from unskew.comparison.significance import difference, holm
 from unskew.tasks.intervals import wilson_interval
 
@@ -167,6 +167,20 @@ def test_few_events_make_a_client_small_for_metrics_of_a_class_only():
         found = assess_benefit({"a": [summary(0, 0.5, objective=name, auroc=0.5)]}, {"a": [rows(name)]})
         assert found.small == small
         assert [client.events for client in found.clients] == events
+
+
+@pytest.mark.parametrize("support", [[20, 40], [20, 30, 10]])
+def test_events_are_shown_for_two_classes_only(support):
+    counts = {str(c): n for c, n in enumerate(support)}
+    rows = [[row(k, 30, 60, support=counts) for k in range(3)] for _ in range(2)]
+    summaries = {name: [summary(0, 0.5), summary(1, 0.5)] for name in ("fedavg", "local")}
+    found = assess_benefit(summaries, dict.fromkeys(summaries, rows))
+    if len(support) == 2:
+        assert [shown["events"] for shown in found.rows()] == [20] * 3
+        assert benefit_title(found).endswith("; n and events are means over seeds")
+    else:
+        assert not any("events" in shown for shown in found.rows())
+        assert benefit_title(found).endswith("; n is a mean over seeds")
 
 
 def test_without_local_the_sentence_says_what_to_add_and_without_clients_there_is_none():

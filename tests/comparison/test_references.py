@@ -12,7 +12,10 @@ from torch import nn
 
 import unskew
 from unskew.cli.comparison_tables import comparison_tables
+from unskew.comparison.comparison_result import Comparison, weighting_notes
+from unskew.comparison.references import trains_global_model
 from unskew.errors import CheckpointError, ConfigError, MethodConflictError
+from unskew.methods.fedproto import FedProto
 from unskew.methods.references import steps_per_round
 from unskew.protocol.training_config import Training
 
@@ -107,6 +110,82 @@ def test_references_are_shown_below_the_methods_and_never_ranked(tmp_path, light
     assert page.column("fairness", "model") == ["global", "global", "global", "own"]
     again = next(text for text in page.texts if text.startswith("unskew compare"))
     assert again.startswith("unskew compare scaffold fedavg --seeds 0,1 --config")
+
+
+OWN_MODELS = ["fedproto", "fedtgp:epochs=1", "fedgh:epochs=1", "fedamp", "fedfomo"]
+
+
+@pytest.mark.filterwarnings("ignore:With fed")
+def test_methods_without_a_global_model_are_judged_by_personal_models(tmp_path, light_page):
+    result = unskew.compare(
+        digits(), methods=["fedavg", *OWN_MODELS], seeds=1, out=tmp_path / "c", references=True, **QUICK
+    )
+    rows = {row["method"]: row for row in result.rows()}
+    for name in OWN_MODELS:
+        assert [rows[name][key] for key in ("accuracy", "best_accuracy", "loss", "rounds_to_target")] == [None] * 4
+        assert rows[name]["client_accuracy_mean"] is None
+        assert rows[name]["personal_accuracy_mean"] > 0
+    assert result.benefit.labels["federated"] == "fedavg"
+    assert result.benefit.candidates == {"federated": 1, "personal": 5}
+    assert f"No global model is trained by {', '.join(OWN_MODELS)}" in result.notes()[0]
+    assert len(result.notes()) == 1, "a method without an average has no weighting"
+    page = Page(unskew.report(result).read_text())
+    assert page.column("comparison", "last round, %")[1:] == ["-"] * 5
+    assert page.column("fairness", "model") == ["global", *["personal"] * 5, "global", "own"]
+    assert page.column("target", "method") == ["fedavg"]
+
+
+@pytest.mark.filterwarnings("ignore:With fed")
+def test_the_verdict_of_a_method_without_a_global_model_is_that_of_its_personal_models(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    args = ("compare", "fedfomo", *TINY, "--seeds", "0", "--rounds", 2, "--references", "--out", "c")
+    out = " ".join(call(capsys, *args).out.split())
+    for words in (
+        "ederated training",
+        "Test set:",
+        "(federated)",
+        "events",
+        "last round best round clients, mean worst client MB",
+    ):
+        assert words not in out
+    assert "A personal model of fedfomo is " in out
+    shown = call(capsys, *args, "--resume", "--json").json()
+    rows = [json.loads(line) for line in Path("c/fedfomo/seed-0/clients.jsonl").read_text().splitlines()]
+    own = {f"client {row['client']}": pytest.approx(row["personal_accuracy"]) for row in rows}
+    assert {row["client"]: row["personal"] for row in shown["clients"]} == own
+    pooled = json.loads(Path("c/pooled/seed-0/summary.json").read_text())["best_accuracy"]
+    assert shown["rows"][0]["target"] == pytest.approx(0.9 * pooled, abs=5.1e-4)
+
+
+def test_whether_a_method_trains_a_global_model_is_known_for_compositions_labels_and_imported_classes():
+    yes = ("fedavg", "feddm", "fedprox+ditto (lr=0.1)", "pooled:participation=0.5", "no-such-method", "no.such.Class")
+    no = ("local", "fedprox:mu=1+fedfomo (lr=0.1)", "FedAMP", "unskew.methods.fedproto.FedProto:ld=3")
+    assert [trains_global_model(name) for name in (*yes, *no)] == [True] * len(yes) + [False] * len(no)
+
+
+class KeepsModels(FedProto):
+    name = "keeps"
+
+
+@pytest.mark.filterwarnings("ignore:With keeps")
+def test_a_custom_method_without_a_global_model_is_recognized():
+    result = unskew.compare(digits(), methods=[KeepsModels()], seeds=1, references=False, **QUICK)
+    assert list(result.benefit.labels) == ["personal", "constant"]
+    assert result.rows()[0]["client_weighting"] == "none"
+
+
+def test_weightings_of_methods_are_named_if_they_average():
+    def compared(**weightings):
+        runs = {name: [{"client_weighting": which}] for name, which in weightings.items()}
+        return Comparison({}, runs, 0.0, None, unequal=True)
+
+    assert weighting_notes(compared(fedavg="samples", fedfomo="none")) == []
+    (note,) = weighting_notes(compared(fedavg="samples", fedfomo="none", hetlora="computed"))
+    assert "fedavg by samples, hetlora with computed weights. They" in note
+    assert note.endswith("averages."), "no option gives both methods the same weights"
+    (note,) = weighting_notes(compared(fedavg="samples", scaffold="uniform", feddisco="computed"))
+    assert "fedavg by samples, scaffold equally, feddisco with computed weights." in note
+    assert note.endswith("for those without computed weights.")
 
 
 @pytest.fixture

@@ -24,7 +24,7 @@ from unskew.errors import ConfigError
 EXACT = 1e-12
 D = len(initial())
 slope = torch.func.grad(loss)
-pytestmark = pytest.mark.filterwarnings("ignore:fedamp exchanges no model")
+pytestmark = pytest.mark.filterwarnings("ignore:With fedamp, clients send")
 
 
 def weights(kernel, models, k, alpha, sigma, own):

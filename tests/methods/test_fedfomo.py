@@ -16,7 +16,7 @@ from unskew.protocol.rules import START
 EXACT = 1e-12
 D = len(initial())
 slope = torch.func.grad(loss)
-pytestmark = pytest.mark.filterwarnings("ignore:fedfomo exchanges no model")
+pytestmark = pytest.mark.filterwarnings("ignore:With fedfomo, clients send")
 
 
 def without(client, batches):

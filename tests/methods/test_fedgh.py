@@ -15,7 +15,7 @@ from unskew.seeding import fold, uniform
 EXACT = 1e-12
 HEAD = WIDTH * CLASSES + CLASSES
 slope = torch.func.grad(lambda v, x, y: cross_entropy(outputs(v, x)[1], y))
-pytestmark = pytest.mark.filterwarnings("ignore:fedgh exchanges no model")
+pytestmark = pytest.mark.filterwarnings("ignore:With fedgh, clients send")
 
 
 class Starts(Recorder):

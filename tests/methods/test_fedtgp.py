@@ -14,7 +14,7 @@ from unskew.methods.own_models import PURPOSE
 from unskew.seeding import fold, uniform
 
 EXACT = 1e-12
-pytestmark = pytest.mark.filterwarnings("ignore:fedtgp exchanges no model")
+pytestmark = pytest.mark.filterwarnings("ignore:With fedtgp, clients send")
 
 
 @pytest.fixture

@@ -56,6 +56,7 @@ def test_a_run_is_the_papers_loop(ranks, weighting, gamma, lam, participation):
         assert row["hetlora_rank"] == sum(rank) / len(rank)
     expected = torch.cat([part.flatten() for part in (a, b, *head)])
     assert float((result.vector - expected).abs().max()) < EXACT
+    assert result.summary["client_weighting"] == ("computed" if weighting == "norm" else "samples")
     if lam == 1.0:
         assert result.history[-1]["hetlora_rank"] < 2  # some clients reduced their rank
 

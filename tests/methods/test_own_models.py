@@ -22,7 +22,7 @@ HEAD = WIDTH * CLASSES + CLASSES
 METHODS = ("fedproto:ld=3", "fedtgp:epochs=3", "fedgh:epochs=3", "local")
 MIXED = [{"name": "mlp", "hidden": [8]}, {"name": "mlp", "hidden": [12, 8], "norm": "batch"}]
 DIGITS = {"data": "digits", "clients": 5, "partition": "classes:2", "holdout": 0.2, "local_epochs": 1, "lr": 0.1}
-pytestmark = pytest.mark.filterwarnings("ignore:fed(proto|tgp|gh) exchanges no model")
+pytestmark = pytest.mark.filterwarnings("ignore:With fed(proto|tgp|gh), clients send")
 
 
 class OwnWatch(Watch):

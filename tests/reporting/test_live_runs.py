@@ -190,13 +190,27 @@ def test_a_run_without_a_global_model_shows_the_models_of_the_clients(tmp_path):
     compared = unskew.compare(federation(), methods=["fedavg"], seeds=1, references=True, out=tmp_path / "c", **OPTIONS)
     (folder,) = (path.parent for path in compared.folder.rglob("metrics.jsonl") if "local" in str(path))
     run = LiveRun(folder, "local", 0)
-    assert seen(folder, run)[LATEST:LEFT] == ["", ""]
+    mean = json.loads((folder / "summary.json").read_text())["personal_accuracy_mean"]
+    assert seen(folder, run)[LATEST:LEFT] == [f"{format_percent(mean)}% (mean of personal models)", ""]
     columns, rows = run.client_table()
     clients = [json.loads(line) for line in (folder / "clients.jsonl").read_text().splitlines()]
     assert columns[3] == "accuracy"
     assert [row[3] for row in rows] == [
         f"{format_percent(value)}%" for value in sorted(client["personal_accuracy"] for client in clients)
     ]
+
+
+def test_a_method_that_only_trains_own_models_is_shown_with_personal_metrics(tmp_path):
+    watching = Watching(tmp_path / "run")
+    with pytest.warns(UserWarning, match="fedfomo, clients send their own models"):
+        summary = unskew.run(
+            federation(), method="fedfomo", out=tmp_path / "run", callbacks=[watching], **OPTIONS
+        ).summary
+    assert {tuple(row[LATEST:LEFT]) for row in watching.rows} == {("no global model", "")}
+    mean = f"{format_percent(summary['personal_accuracy_mean'])}% (mean of personal models)"
+    assert seen(tmp_path / "run", watching.run)[LATEST:LEFT] == [mean, ""]
+    assert not any("accuracy" in title for title in watching.run.curves(POINTS))
+    assert watching.run.client_table()[0][3:] == ["personal accuracy", "personal loss"]
 
 
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "clients.jsonl", "metrics.jsonl", "warnings.txt"])

@@ -207,7 +207,7 @@ def compare(
     result = outcome.comparison if isinstance(outcome, LeaveOneOut) else outcome
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
-    of_methods = {name: result.histories[name] for name in result.ranked}
+    of_methods = {name: result.histories[name] for name in result.ranked if result.has_global_model(name)}
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]
@@ -218,7 +218,7 @@ def compare(
         report_after_runs(console, [folder])
         return
     costs = None
-    if target is not None:
+    if target is not None and of_methods:
         judge = result.objective
         costs = reaching_table(target_costs(of_methods, target, judge), target, judge)
     print_benefit(console, result)

@@ -15,8 +15,8 @@ from unskew.cli.fit_table import ReflowTable, as_text, omit_empty_columns, stack
 from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.cost_to_target import TargetCost
 from unskew.comparison.leave_one_out import LeaveOneOut
+from unskew.comparison.references import OF_CLIENTS, UNTUNED
 from unskew.comparison.references import TITLE as REFERENCES
-from unskew.comparison.references import UNTUNED
 from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UNSEEN, std_key
 from unskew.tasks.formatting import (
     COST,
@@ -147,6 +147,8 @@ def value_cell(row: dict[str, Any], one: MetricInfo, name: str) -> str:
         one: Metric.
         name: Key of the metric in the row.
     """
+    if row.get(name) is None:
+        name = name.replace("client_", OF_CLIENTS, 1)  # without a global model
     return value_text(one, row.get(name), std_text(row, name), sign="")
 
 
@@ -268,8 +270,9 @@ def print_benefit(console: Console, comparison: Comparison) -> None:
         console.print(f"{line}\n", markup=False, highlight=False)
     overview, rows = benefit.overview(), benefit.rows() if benefit.same_clients else []
     improved = {row["model"]: benefit.metric.rank(row.get("minus_local") or 0.0) for row in overview}
-    worse = "personal" if improved.get("personal", 0.0) < improved["federated"] else "federated"
-    without = ["pooled", "interval", *([f"{worse}_minus_local"] if "personal" in improved else [])]
+    without = ["pooled", "interval"]
+    if {"personal", "federated"} <= {*improved}:
+        without.append(f"{min(('federated', 'personal'), key=improved.__getitem__)}_minus_local")
     few = "Client by client" + (f": the {MOST_CLIENTS} that gain least" if len(rows) > MOST_CLIENTS else "")
     tables = {
         benefit_title(benefit): displayed(benefit, overview),

@@ -21,7 +21,7 @@ from rich.progress import (
 
 from unskew.cli.tables import columns_table
 from unskew.cli.verbosity import LOUDNESS, log_event
-from unskew.comparison.references import is_local
+from unskew.comparison.references import trains_global_model
 from unskew.config.metrics import AUTO, metric_name
 from unskew.data.federation import Federation
 from unskew.progress import PATIENCE, report_progress_to
@@ -134,7 +134,7 @@ class ProgressLine(Callback):
         """Add the line to the display."""
         log_event("start", run=self.title, rounds=config["rounds"], rounds_done=rounds_done)
         self.objective = metric_name(config.get("objective", AUTO))
-        self.global_model = not is_local(str(config.get("method", "")))
+        self.global_model = trains_global_model(str(config.get("method", "")))
         self.progress.start()
         if self.making is not None:
             self.progress.remove_task(self.making)

@@ -83,12 +83,13 @@ class Benefit:
         metric: Compared metric.
         scored: Name of the task's primary metric.
         labels: Method of each compared model: ``federated`` (best global model), ``personal`` (best personal models),
-            ``pooled``, ``local`` and ``constant`` (its description); without those that were not run.
+            ``pooled``, ``local`` and ``constant`` (its description); without those that were not run or trained.
         candidates: Number of methods from which ``federated`` and ``personal`` were chosen.
         clients: Clients at which the metric is defined, for the federated model and for ``local``.
         undefined: Labels of the other clients.
         seeds: Number of seeds.
         measured_on: Description of the evaluated samples.
+        shows_events: Whether tables have the numbers of events: for survival, and for two classes.
     """
 
     metric: MetricInfo
@@ -99,6 +100,12 @@ class Benefit:
     undefined: Sequence[str]
     seeds: int
     measured_on: str
+    shows_events: bool = False
+
+    @property
+    def main(self) -> str:
+        """Model that is compared with a constant: ``federated``, or ``personal`` if no global model is trained."""
+        return "federated" if "federated" in self.labels else "personal"
 
     @property
     def same_clients(self) -> bool:
@@ -211,22 +218,26 @@ class Benefit:
     def rows(self) -> list[dict[str, Any]]:
         """Return a row for each client, those with the largest loss against training alone first.
 
-        ``n`` and ``events`` are numbers of held-out samples. The ends of the 95 % intervals have the suffixes ``_low`` and
-        ``_high``, and p-values, corrected by Holm's method over the clients, the suffix ``_p``.
+        ``n`` and ``events`` are numbers of held-out samples, the latter only if ``shows_events``. The ends of the 95 %
+        intervals have the suffixes ``_low`` and ``_high``, and p-values, corrected by Holm's method over the clients, the
+        suffix ``_p``.
         """
         compared = [model for model in ("federated", "personal") if {model, "local"} <= {*self.labels}]
         pairs = {model: self.at_clients(model, "local") for model in compared}
         rows: list[dict[str, Any]] = []
-        counted = any(client.events is not None for client in self.clients)
         for k, client in enumerate(self.clients):
-            row = {"client": client.label, "n": client.samples, **({"events": client.events} if counted else {})}
+            row = {
+                "client": client.label,
+                "n": client.samples,
+                **({"events": client.events} if self.shows_events else {}),
+            }
             for model in self.labels:
                 row |= _fields(model, client.estimate(model))
             for model, differences in pairs.items():
                 pair = differences[k]
                 row |= {**_fields(f"{model}_minus_local", pair), f"{model}_minus_local_p": pair.p if pair else None}
             rows.append(row)
-        first = "federated_minus_local" if pairs else "federated"
+        first = f"{self.main}_minus_local" if pairs else self.main
         return sorted(rows, key=lambda row: self.metric.rank(row[first] or 0.0))
 
 
@@ -254,13 +265,16 @@ def assess_benefit(
     first = summaries[ranked[0]][0]
     objective, scored = objective_metric(first), primary_metric_name(first)
     metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"), first.get("positive"))
-    labels, candidates = {"federated": ranked[0]}, {"federated": 1}
+    labels, candidates = dict[str, str](), dict[str, int]()
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
         means = {name: fmean(values) for name in ranked if (values := usable_values(summaries[name], key))}
         if means:
             labels[model] = max(means, key=lambda name: info.rank(means[name]))
             candidates[model] = len(means)
+    if not labels:
+        labels, candidates = {"federated": ranked[0]}, {"federated": 1}
+    main = next(iter(labels))  # federated if there is a global model
     labels |= {("local" if is_local(name) else "pooled"): name for name in summaries if is_reference(name)}
     constant = "most frequent class" if metric.name == "accuracy" else task_scored_by(scored).constant_name
     labels["constant"] = f"each client's {constant}"
@@ -269,10 +283,10 @@ def assess_benefit(
             (summary["seed"], summary["partition_hash"]): {row["client"]: row for row in own if "unseen" not in row}
             for summary, own in zip(summaries[name], clients.get(name, ()), strict=False)
         }
-        for model, name in {**labels, "constant": labels["federated"]}.items()
+        for model, name in {**labels, "constant": labels[main]}.items()
     }
-    seeds = list(rows["federated"])
-    trained = [[row for row in rows["federated"][seed].values() if "attacker" not in row] for seed in seeds]
+    seeds = list(rows[main])
+    trained = [[row for row in rows[main][seed].values() if "attacker" not in row] for seed in seeds]
     everyone = list(chain.from_iterable(trained))
     named, rarest = all(isinstance(row.get("name"), str) for row in everyone), rarest_class(everyone)
     same = named or len({partition for _, partition in seeds}) == 1
@@ -284,14 +298,16 @@ def assess_benefit(
             own = {model: of_seed[seed][k] for model, of_seed in rows.items() if k in of_seed.get(seed, ())}
             runs.setdefault((0 if same else position, label), {})[position] = own
     units = [_client_values(label, group, own, metric.name, rarest) for (group, label), own in runs.items()]
-    needed, present = {"federated", "local"} & {*labels}, {model for unit in units for model in unit.values}
+    needed, present = {main, "local"} & {*labels}, {model for unit in units for model in unit.values}
     if not needed <= present:
         return None
     defined = [unit for unit in units if needed <= {*unit.values}]
     undefined = [unit.label for unit in units if not needed <= {*unit.values}]
     models = {model: labels[model] for model in MODELS if model in present}
     where = str(first.get("clients_evaluated_on"))
-    return Benefit(metric, scored, models, candidates, defined, undefined, len(seeds), where)
+    classes = {name for row in everyone for name in (*row.get("class_counts", ()), *row.get("support", ()))}
+    shows_events = any("events" in row for row in everyone) or (rarest is not None and len(classes) == 2)
+    return Benefit(metric, scored, models, candidates, defined, undefined, len(seeds), where, shows_events)
 
 
 def client_label(row: Summary) -> str:
@@ -318,7 +334,7 @@ def _client_values(
             key = PREFIXES.get(model, "") + name
             if is_usable_number(row.get(key)):
                 values.setdefault(model, {})[position] = Estimate(row[key], interval_of([row], key))
-    own = [rows["federated"] for rows in runs.values()]
+    own = [rows["constant"] for rows in runs.values()]
     events = [count for row in own if (count := num_events(row, rarest)) is not None]
     samples = fmean(row.get("num_held_out", 0) for row in own)
     return ClientValues(label, group, samples, fmean(events) if events else None, values)

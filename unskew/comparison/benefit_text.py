@@ -36,14 +36,16 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
             "Whether federated training helps is not known, because training alone (local) was not compared. unskew compare "
             "adds it, unless --no-references is set."
         )
-    constant, minus = benefit.over_clients("constant"), benefit.over_clients("federated", "constant")
+    main = benefit.main
+    constant, minus = benefit.over_clients("constant"), benefit.over_clients(main, "constant")
     if constant is not None and minus is not None:
         unclear = "not clearly better" if benefit.metric.rank(minus.value) > 0 else "no better"
-        better = "better" if benefit.improves("federated", "constant") else unclear
+        better = "better" if benefit.improves(main, "constant") else unclear
+        which = labels[main] if main == "federated" else f"A personal model of {labels[main]}"
         value = value_text(benefit.metric, constant.value, sign=" %")
         lines.append(
-            f"{labels['federated']} is {better} than a constant ({labels['constant']}, {value}): "
-            f"{_counts(benefit, 'federated', 'constant', 'it')}."
+            f"{which} is {better} than a constant ({labels['constant']}, {value}): "
+            f"{_counts(benefit, main, 'constant', 'it')}."
         )
     total = len(benefit.clients) + len(benefit.undefined)
     if benefit.undefined:
@@ -132,7 +134,8 @@ def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricIn
 def benefit_title(benefit: Benefit) -> str:
     """Return the title of the tables: the metric, the evaluated samples and the number of clients."""
     count = f"{len(benefit.clients)} clients" if benefit.same_clients else f"the clients of {benefit.seeds} seeds"
-    means = "; n and events are means over seeds" if benefit.same_clients and benefit.seeds > 1 else ""
+    counts = "n and events are means" if benefit.shows_events else "n is a mean"
+    means = f"; {counts} over seeds" if benefit.same_clients and benefit.seeds > 1 else ""
     title = f"{benefit.metric.heading}{unit_text(benefit.metric)} on {benefit.measured_on}"
     return f"{title}, {count}, with 95 % intervals{means}"
 

@@ -16,9 +16,8 @@ from unskew.comparison.folder_name import folder_name
 from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
 from unskew.comparison.references import (
     applicable_references,
-    is_local,
     is_reference,
-    local_records,
+    records_of_clients,
     reference_config,
 )
 from unskew.comparison.same_settings import check_same_settings
@@ -125,7 +124,7 @@ def compare(
             on_cluster = isinstance(parallel, str) and "@" in parallel
             _report_estimate(plan, data, None if on_cluster else max(1, at_once), budget_minutes, on_estimate)
         result = _collect(plan, plan.execute(at_once, callbacks), tuple(left_out))
-        result = replace(result, target=default_target(result.ranked.values()) if target is None else target)
+        result = replace(result, target=default_target(result.summaries) if target is None else target)
         if folder is not None:
             result.plot(folder / "convergence.png")
             write_atomic(folder / "comparison.json", (json.dumps(result.rows(), indent=2) + "\n").encode())
@@ -302,8 +301,9 @@ def _collect(
     """Collect the records of all runs, and whether methods with different weightings have clients of unequal size."""
     names, unequal = list(plan.methods), False
     result = Comparison({name: [] for name in names}, {name: [] for name in names}, 0.0, plan.folder)
+    trains_global = {name: all(rule.trains_global_model for rule in m.rules) for name, m in plan.methods.items()}
     for name, seed, records in runs:
-        history, summary, rows = local_records(*records) if is_local(name) else records
+        history, summary, rows = records if trains_global[name] else records_of_clients(*records)
         result.histories[name].append(history)
         result.summaries[name].append(summary)
         result.clients.setdefault(name, []).append(rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain, permutations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from unskew.attacks.registry import divergence_remedy
 from unskew.comparison.benefit import Benefit, assess_benefit
 from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
-from unskew.comparison.references import is_local, is_reference
+from unskew.comparison.references import is_reference
 from unskew.comparison.summary_statistics import (
     averaged_keys,
     mean_std,
@@ -71,6 +71,14 @@ class Comparison(NotebookTable):
         """Metric by which the runs are compared."""
         return objective_metric(next(iter(self.summaries.values()))[0])
 
+    def has_global_model(self, name: str) -> bool:
+        """Return whether a method has metrics of a global model; False if it only trains clients' own models.
+
+        Args:
+            name: Name of a method.
+        """
+        return all(own.get("global_model", True) for own in self.summaries[name])
+
     @cached_property
     def benefit(self) -> Benefit | None:
         """Comparison with training alone and with a constant, client by client; None if no client was evaluated."""
@@ -79,13 +87,16 @@ class Comparison(NotebookTable):
     def answers(self) -> list[str]:
         """Return sentences that answer whether federated training and personal models help the clients.
 
-        The last one compares the best method with a constant on the test set, and states the sampling error of that set.
+        The last one compares the best global model with a constant on the test set, and states the sampling error of that
+        set.
         """
         if self.benefit is None:
             return []
-        best = self.benefit.labels["federated"]
+        lines, best = benefit_sentences(self.benefit), self.benefit.labels.get("federated")
+        if best is None:
+            return lines
         values = usable_values(self.summaries[best], self.objective.name)
-        lines, sampling = benefit_sentences(self.benefit), sampling_error_text(self.summaries[best], self.objective)
+        sampling = sampling_error_text(self.summaries[best], self.objective)
         if values and sampling:
             lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
         return lines
@@ -100,6 +111,8 @@ class Comparison(NotebookTable):
         if len(set(rounds.values())) > 1:
             each = ", ".join(f"{name} {count}" for name, count in rounds.items())
             notes.append(f"The methods were trained for different numbers of rounds: {each}.")
+        if own := [name for name in self.ranked if not self.has_global_model(name)]:
+            notes.append(f"No global model is trained by {', '.join(own)}: personal models are compared instead.")
         notes += weighting_notes(self)
         lost = [(row["method"], row["diverged"], row["seeds"]) for row in self.rows() if row["diverged"]]
         if lost:
@@ -206,30 +219,44 @@ class Comparison(NotebookTable):
         Args:
             path: Image file to write. None returns the figure, which notebooks display.
         """
-        curves = {name: runs for name, runs in self.histories.items() if not is_local(name)}
+        curves = {name: runs for name, runs in self.histories.items() if self.has_global_model(name)}
         return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
 
 
+WEIGHTINGS = {"samples": "by samples", "uniform": "equally", "computed": "with computed weights"}
+"""Weightings of clients in an average, with their descriptions."""
+
+
 def weighting_notes(comparison: Comparison) -> list[str]:
-    """Return a note if methods weight clients of different sizes differently."""
-    weights = {name: own[0].get("client_weighting") for name, own in comparison.ranked.items()}
-    by_samples, alike = ([name for name in weights if weights[name] == which] for which in ("samples", "uniform"))
-    if not (comparison.unequal and by_samples and alike):
+    """Return a note if methods weight clients of different sizes differently; those without an average are left out."""
+    groups = {
+        weighting: [name for name, own in comparison.ranked.items() if own[0].get("client_weighting") == weighting]
+        for weighting in WEIGHTINGS
+    }
+    known = {weighting: names for weighting, names in groups.items() if names}
+    if not comparison.unequal or len(known) < 2:
         return []
-    return [
-        f"Clients differ in size and the methods weight them differently: {', '.join(by_samples)} by samples, "
-        f"{', '.join(alike)} equally. They therefore optimize different averages. Pass "
-        "--client-weighting samples (or uniform) to use one weighting for all."
-    ]
+    each = ", ".join(f"{', '.join(names)} {WEIGHTINGS[weighting]}" for weighting, names in known.items())
+    note = f"Clients differ in size and the methods weight them differently: {each}. They therefore optimize different "
+    note += "averages."
+    if {"samples", "uniform"} <= {*known}:
+        whose = "all" if len(known) == 2 else "those without computed weights"
+        note += f" Pass --client-weighting samples (or uniform) to use one weighting for {whose}."
+    return [note]
 
 
-def default_target(groups: Iterable[Sequence[Mapping[str, Any]]]) -> float:
+def default_target(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> float:
     """Return the default target for counting rounds: 90 % of the best method's mean best value.
 
+    If no method trains a global model, it is that of the references.
+
     Args:
-        groups: Summaries over seeds, for each method.
+        summaries: Summaries over seeds, by method, with references.
     """
-    groups = list(groups)
-    objective = objective_metric(groups[0][0])
-    means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
-    return objective.default_target(max(means, key=objective.rank)) if means else 0.0
+    objective = objective_metric(next(iter(summaries.values()))[0])
+    for references in (False, True):
+        groups = [group for name, group in summaries.items() if is_reference(name) is references]
+        means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
+        if means:
+            return objective.default_target(max(means, key=objective.rank))
+    return 0.0

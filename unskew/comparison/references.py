@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.errors import UnskewError
-from unskew.methods.registry import REFERENCES, method
+from unskew.methods.registry import REFERENCES, check_expression, method, rule_class
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import ModelLike
 from unskew.runs.validation import resolve_run
@@ -38,6 +40,24 @@ def is_reference(spelling: str) -> bool:
 def is_local(spelling: str) -> bool:
     """Return whether a method trains each client alone, so that there is no global model."""
     return _first_word(spelling) == "local"
+
+
+@lru_cache(maxsize=256)
+def trains_global_model(spelling: str) -> bool:
+    """Return whether a method, or its label in a report, trains a global model; True if the method is not known.
+
+    A class that is given by its import path counts as known only if its module is imported already.
+
+    >>> trains_global_model("fedavg"), trains_global_model("fedprox+fedfomo (lr=0.1)"), trains_global_model("local")
+    (True, False, False)
+    """
+    try:
+        parts = check_expression(spelling.partition(" (")[0])
+        names = [part.partition(":")[0].strip() for part in parts]
+        known = [name for name in names if "." not in name or name.rpartition(".")[0] in sys.modules]
+        return all(rule_class(name if "." in name else name.lower()).trains_global_model for name in known)
+    except UnskewError:
+        return True
 
 
 def _first_word(spelling: str) -> str:
@@ -91,14 +111,15 @@ def applicable_references(
     return applicable, notes
 
 
-def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()) -> dict[str, Any]:
-    """Return a row, summary or client record of ``local`` without the global model, which is never trained.
+def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = (), alone: bool = True) -> dict[str, Any]:
+    """Return a row, summary or client record without the global model, for methods that never train it.
 
-    Metrics of the clients' own models get the names of the global model's metrics on the clients' data.
+    With ``local``, metrics of the clients' own models get the names of the global model's metrics on the clients' data.
 
     Args:
         row: Row, summary or record.
         own_metrics: Names of custom metrics.
+        alone: Whether the method is ``local``; the metrics of other methods keep their names.
 
     Returns:
         Copy in which metrics of the global model are None.
@@ -112,21 +133,27 @@ def without_global_model(row: Mapping[str, Any], own_metrics: Iterable[str] = ()
     bare = ("loss", "best_round", "best_last_5", scored, *own_metrics)
     for key in metrics:
         name = key.removeprefix("best_").removeprefix("kept_").removesuffix("_low").removesuffix("_high")
-        if key.startswith("unseen_") or is_metric(name) or name in bare or key in bare:
+        if key.startswith(("unseen_", "validation_")) or is_metric(name) or name in bare or key in bare:
             metrics[key] = None
-    return {**metrics, **{whose + key: value for key, value in own.items()}}
+    if alone:
+        return {**metrics, **{whose + key: value for key, value in own.items()}}
+    without = {whose + key: None for key in own if whose + key in metrics}
+    return {**metrics, **without, **{OF_CLIENTS + key: value for key, value in own.items()}}
 
 
-def local_records(
+def records_of_clients(
     history: Iterable[Mapping[str, Any]], summary: Mapping[str, Any], clients: Iterable[Mapping[str, Any]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], list[dict[str, Any]]]:
-    """Return all records of a run of ``local`` without metrics of a global model.
+    """Return all records of a run that trains no global model, without metrics of a global model.
 
     Args:
         history: Metrics of each round.
         summary: Summary of the run.
         clients: Rows of the clients.
+
+    Returns:
+        The records; in the summary, ``global_model`` is False.
     """
-    own_metrics = summary.get("own_metrics", ())
-    rounds, rows = ([without_global_model(row, own_metrics) for row in rows] for rows in (history, clients))
-    return rounds, without_global_model(summary, own_metrics), rows
+    own_metrics, alone = summary.get("own_metrics", ()), is_local(str(summary["method"]))
+    rounds, rows = ([without_global_model(row, own_metrics, alone) for row in rows] for rows in (history, clients))
+    return rounds, without_global_model(summary, own_metrics, alone) | {"global_model": False}, rows

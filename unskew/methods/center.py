@@ -28,6 +28,7 @@ class Center(TrainsAtServer):
     name: ClassVar[str] = "center"
     summary: ClassVar[str] = "the server's data alone, no clients"
     paper: ClassVar[str] = "Zhu et al. 2025, arXiv:2503.20138"
+    averaging = "none"
     # The paper's learning rates. Its epochs are those of a whole run and are not comparable.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3)}
     steps_without = "clients"

@@ -60,9 +60,9 @@ def compose(parts: Sequence[Method]) -> Method:
         )
     needing = next((rule.name for rule in total.rules if "whole_updates" in rule.needs), None)
     if needing is not None and total.sync is not None:
+        which = "only parts of the model are sent" if total.sync.trains_global_model else "clients send no such updates"
         raise MethodConflictError(
-            f"{needing} needs updates of the whole model, but with {total.sync.name} only parts of the model are sent. "
-            "Remove one of them."
+            f"{needing} needs updates of the whole model, but with {total.sync.name} {which}. Remove one of them."
         )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None

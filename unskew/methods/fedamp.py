@@ -56,6 +56,7 @@ class FedAMP(StoredModels):
     name: ClassVar[str] = "fedamp"
     summary: ClassVar[str] = "own models, pulled towards a mixture of the models of similar clients"
     paper: ClassVar[str] = "Huang et al. 2021, arXiv:2007.03797"
+    exchange: ClassVar[str] = "clients send their own models to the server and receive mixtures of all clients' models"
     # From nearly equal weights to those of the nearest clients; from a weak pull to that of PFLlib.
     spaces: ClassVar[Mapping[str, Space]] = {"sigma": log_range(1.0, 100.0), "lam": log_range(0.01, 1.0)}
 

@@ -43,6 +43,7 @@ class FedAsync(ServerRule):
     name: ClassVar[str] = "fedasync"
     summary: ClassVar[str] = "every update moves the model as it arrives"
     paper: ClassVar[str] = "Xie et al. 2019, arXiv:1903.03934"
+    averaging = "none"
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"alpha0": one_of(0.2, 0.4, 0.8), "a": one_of(0.1, 0.5, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"

@@ -68,6 +68,7 @@ class FedDM(ClientRule, ServerRule):
     name: ClassVar[str] = "feddm"
     summary: ClassVar[str] = "clients send learned images, the server trains on them"
     paper: ClassVar[str] = "Xiong et al. 2022, arXiv:2207.09653"
+    averaging = "none"
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     # One decade on each side of the paper's 1 and 0.01.

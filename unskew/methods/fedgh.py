@@ -42,6 +42,9 @@ class FedGH(ClassMeans):
     name: ClassVar[str] = "fedgh"
     summary: ClassVar[str] = "own bodies, under a head that the server trains on class means"
     paper: ClassVar[str] = "Yi et al. 2023, arXiv:2303.13137"
+    exchange: ClassVar[str] = (
+        "clients send the mean features of their classes and receive a head that the server trains on them"
+    )
     needs = ("one_class", "individual")
     # One decade on each side of the authors' 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(1e-3, 0.1)}

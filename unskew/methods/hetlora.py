@@ -67,6 +67,11 @@ class HetLoRA(RankedFactors):
     gamma: Annotated[float, Field(gt=0, le=1)] = 0.99
     lam: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-3
 
+    @property
+    def averaging(self) -> Literal["given", "computed"]:  # type: ignore[override]
+        """Return whether the factors have weights of the run, or norms as weights."""
+        return "computed" if self.weighting == "norm" else "given"
+
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the ranks, and that the penalty has an effect."""
         if self.gamma == 1:

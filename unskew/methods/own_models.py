@@ -34,11 +34,18 @@ PURPOSE = 8
 
 
 class OwnModels(ClientRule, SyncRule, ServerRule):
-    """Base of methods in which every client has its own model, which starts from the initial model."""
+    """Base of methods in which every client has its own model, which starts from the initial model.
+
+    Clients send no update of a common model; what they send instead is an upload.
+    """
 
     weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
     sends_model: ClassVar[bool] = False
+    trains_global_model: ClassVar[bool] = False
+    averaging = "none"
+    exchange: ClassVar[str]
+    """What clients send and receive, for warnings: a clause such as "clients send ..."."""
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that need a common model, or that encode updates."""
@@ -46,23 +53,21 @@ class OwnModels(ClientRule, SyncRule, ServerRule):
             if rule is self:
                 continue
             if type(rule).server_update is not WithServerHalf.server_update or rule.encodes:
-                return (
-                    f"{rule.name} uses the clients' updates at the server, but with {self.name} clients send no model."
-                )
+                return f"{rule.name} uses the clients' updates at the server, but with {self.name}, {self.exchange}."
             if rule.has_personal_model:
                 return f"{rule.name} and {self.name} both define a client's personal model. Remove one of them."
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Warn about the global model."""
+        """Warn about the global model, and tell what is exchanged instead."""
         return (
-            f"{self.name} exchanges no model, so the global model stays the initial one. Read the personal metrics.",
+            f"With {self.name}, {self.exchange}. The global model stays the initial one, so read the personal metrics.",
         )
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:
-        """Exchange no part of the model. A client starts with the initial model."""
+        """Exchange no part of a common model. A client starts with the initial model."""
         return (), ()
 
     def local_slices(self, spec: ModelSpec) -> Slices:

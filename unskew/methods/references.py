@@ -124,6 +124,7 @@ class Local(SyncRule):
     name: ClassVar[str] = "local"
     summary: ClassVar[str] = "reference: each client trains alone"
     paper: ClassVar[str] = ""
+    trains_global_model: ClassVar[bool] = False
     supports_several_models: ClassVar[bool] = True
 
     def conflict_with(self, method: Method) -> str | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from torch import Tensor
 
@@ -45,6 +45,10 @@ class Rule:
     ``weights(federation_info, cohort)`` that computes the weights of a round's
     clients; None if the rule does not choose one."""
 
+    averaging: Literal["given", "computed", "none"] = "given"
+    """Weights with which the server averages updates: those of the run (``given``), or weights that the rule computes from
+    the updates (``computed``); ``none`` if it averages no updates."""
+
     tasks_reason: ClassVar[str] = ""
     """Reason why tasks that do not provide what ``needs`` names are not supported: a clause that follows "because". By
     default, that it needs this."""
@@ -55,6 +59,9 @@ class Rule:
     supports_several_models: ClassVar[bool] = False
     """True if clients may have models of different architectures: the rule exchanges nothing that is as long as a model, and
     its server half does not read the model."""
+
+    trains_global_model: ClassVar[bool] = True
+    """False if only clients' own models are trained, so that the global model stays the initial one and is not judged."""
 
     spaces: ClassVar[Mapping[str, object]] = {}
     """Search spaces of ``unskew tune`` for the options that are worth tuning, by option: ``{"mu": "0.001:1:log"}``.

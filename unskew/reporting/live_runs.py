@@ -14,7 +14,7 @@ from typing import Any
 
 from unskew.comparison.benefit import client_label
 from unskew.comparison.client_records import read_clients
-from unskew.comparison.references import is_local, without_global_model
+from unskew.comparison.references import OF_CLIENTS, is_local, trains_global_model, without_global_model
 from unskew.comparison.summary_statistics import is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.config.metrics import AUTO, metric_name
@@ -157,7 +157,8 @@ class LiveRun:
                 values.append(row[name])
 
     def _without_global_model(self, row: dict[str, Any]) -> dict[str, Any]:
-        return without_global_model(row, self._own) if is_local(self._text("method")) else row
+        method = self._text("method")
+        return row if trains_global_model(method) else without_global_model(row, self._own, is_local(method))
 
     def _text(self, name: str) -> str:
         value = self._config.get(name)
@@ -204,6 +205,12 @@ class LiveRun:
             rounds, values = self._curves[judge.name]
             latest, extreme = value_text(judge, values[-1]), (min if judge.lower_is_better else max)(values)
             best = f"{value_text(judge, extreme)} (round {rounds[values.index(extreme)]:.0f})"
+        elif self._last and not trains_global_model(self._text("method")):
+            scored = client_metric_name(judge.name, self._last["primary"])
+            mean = self._config.get(f"{OF_CLIENTS}{scored}_mean")  # of summary.json
+            latest = "no global model"
+            if is_usable_number(mean):
+                latest = f"{value_text(self._metric(scored), mean)} (mean of personal models)"
         if judge == MetricInfo(judge.name, judge.name, percent=False) and judge.name not in self._own:
             best = ""  # its direction is not known
         return [

@@ -189,8 +189,7 @@ def _target(series: Sequence[MethodRuns]) -> float:
     for value in (*own_targets, *listed):
         if isinstance(value, int | float) and is_usable_number(value):
             return float(value)
-    ranked = [method_runs for method_runs in series if not is_reference(method_runs.method)] or series
-    return default_target([run.summary for run in method_runs.runs] for method_runs in ranked)
+    return default_target({method_runs.label: [run.summary for run in method_runs.runs] for method_runs in series})
 
 
 def _title(run: RunFiles) -> str:

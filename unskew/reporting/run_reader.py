@@ -10,7 +10,7 @@ from typing import Any
 
 from unskew.comparison.client_records import read_clients
 from unskew.comparison.leave_one_out import FOLDER as LEAVE_ONE_OUT
-from unskew.comparison.references import is_local, local_records
+from unskew.comparison.references import records_of_clients, trains_global_model
 from unskew.comparison.summary_statistics import check_summary, is_usable_number
 from unskew.config.loader import load_yaml
 from unskew.errors import CheckpointError, ConfigError
@@ -132,11 +132,11 @@ def read_run(folder: Path) -> RunFiles:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     clients = read_clients(folder / "clients.jsonl")
-    alone = is_local(summary["method"])  # without a global model
-    if alone:
-        history, summary, clients = local_records(history, summary, clients)
+    trains_global = trains_global_model(summary["method"])
+    if not trains_global:
+        history, summary, clients = records_of_clients(history, summary, clients)
     texts = list(dict.fromkeys(filter(None, map(strip_warning_prefix, warnings))))
-    curves = {} if alone else read_curves(folder / "curves.json")
+    curves = read_curves(folder / "curves.json") if trains_global else {}
     return RunFiles(folder, config, summary, history, clients, about, texts, curves)
 
 

@@ -107,7 +107,7 @@ def _benefit(part: RunGroup) -> str:
         return ""
     overview, clients = tables.benefit_tables(benefit)
     scored, same = part.at_clients.name, benefit.same_clients
-    events = task_scored_by(benefit.scored).client_events
+    events = task_scored_by(benefit.scored).client_events if benefit.shows_events else ""
     return render_section("benefit", overview=overview, clients=clients, same=same, scored=scored, events=events)
 
 

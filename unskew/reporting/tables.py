@@ -185,7 +185,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     for row in rows:
         spread = row["seeds"] > 1
         cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
-        missed = Cell(f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
+        missed = Cell("-" if row[judge.name] is None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         rounds = number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed
         reached = [rounds] if part.counts else []
         lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *cost_cells(row)])
@@ -263,6 +263,8 @@ def target_table(part: RunGroup) -> Table | None:
     rows, judge = [], part.objective
     timed = ["simulated seconds" for first in part.ranked[:1] if "seconds_simulated" in first.runs[0].summary]
     for method_runs in part.ranked:
+        if not part.comparison.has_global_model(method_runs.label):
+            continue
         firsts = (first_reaching(run.history, part.target, judge) for run in method_runs.runs)
         reached = [row for row in firsts if row is not None]
         cells = [Cell("")] * (3 + len(timed))
@@ -272,6 +274,8 @@ def target_table(part: RunGroup) -> Table | None:
             cells = [number_cell(rounds), megabytes_cell(sent), number_cell(seconds)]
             cells += [number_cell(mean_or_none([row.get("seconds_simulated") for row in reached]))] * len(timed)
         rows.append([Cell(method_runs.label), Cell(f"{len(reached)} of {len(method_runs.runs)}", len(reached)), *cells])
+    if not rows:
+        return None
     what = f"{value_text(judge, part.target, sign=' %')} test {judge.title}"
     caption = f"Cost of reaching {what} (mean over seeds; blank if a seed never reaches it)"
     columns = ["seeds that reach it", "rounds", "MB, up and down", "seconds", *timed]

@@ -11,6 +11,7 @@ from unskew.config.experiment import Experiment
 from unskew.data.federation import ArrayClients, Federation
 from unskew.engines.auto_select import EngineChoice
 from unskew.protocol.data_preparation import PreparedData
+from unskew.protocol.rules import Method, Weights
 from unskew.records.recorder import Recorder, best_value_of, finite_or_none, first_reaching
 from unskew.runs.final_evaluation import class_support
 from unskew.runs.metrics import RunMetrics
@@ -81,7 +82,7 @@ def summarize(
         "parameters": spec.largest_size,
         **({"model_parameters": [each.size for each in spec.architectures]} if spec.others else {}),
         "buffers": config.buffers if any(each.buffer_sizes for each in spec.architectures) else "none",
-        "client_weighting": "computed" if callable(info.weights) else info.weights,
+        "client_weighting": _weighting(method, info.weights),
         "engine": choice.engine,
         "clients_per_group": choice.clients_per_group,
         "objective": objective.name,
@@ -135,6 +136,15 @@ def summarize(
         if "seconds_simulated" in final:
             summary["seconds_simulated_to_target"] = None if row is None else row["seconds_simulated"]
     return summary
+
+
+def _weighting(method: Method, weights: Weights) -> str:
+    """Return ``samples`` or ``uniform``; ``computed`` for weights of a rule, and ``none`` if nothing is averaged."""
+    if any(rule.averaging == "none" for rule in method.rules):
+        return "none"
+    if callable(weights) or any(rule.averaging == "computed" for rule in method.rules):
+        return "computed"
+    return weights
 
 
 def kept_metrics(
