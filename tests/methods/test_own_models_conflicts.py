@@ -33,9 +33,9 @@ def test_secure_aggregation_is_rejected_if_the_server_reads_single_uploads(name)
 )
 def test_warnings_and_errors_say_what_leaves_a_client_and_what_it_receives(name, exchange):
     with pytest.warns(UserWarning, match=f"With {name}, {exchange}"):
-        result = run(name, model=two_layers(), rounds=2)[0]
-    numbers = [result.summary[f"bytes_{way}"] // 4 for way in ("up", "down")]
-    assert [count >= len(result.vector) for count in numbers] == ["own models" in exchange] * 2
+        result = run(name, model=two_layers(), rounds=1)[0]
+    sent = result.summary["bytes_up"] / result.summary["clients"] / result.vector.element_size()
+    assert (sent >= len(result.vector)) == ("their own models" in exchange)
     with pytest.raises(MethodConflictError, match=f"but with {name}, {exchange}"):
         unskew.method(f"{name}+topk")
     with pytest.raises(MethodConflictError, match=f"but with {name} clients send no such updates"):
