@@ -1,5 +1,6 @@
 """FedFomo against a loop over the paper's formulas, by hand, and in its limits."""
 
+import warnings
 from types import SimpleNamespace
 
 import numpy as np
@@ -209,3 +210,25 @@ def test_secure_aggregation_and_delays_are_rejected():
         run("fedfomo", secure_aggregation="required")
     with pytest.raises(ConfigError, match=r"network\.delay"):
         run("fedfomo", network={"delay": "fixed:1"})
+
+
+def test_a_warning_says_that_groups_are_split(tmp_path):
+    rows = [
+        f"{site},{site}{patient},{patient % 3 + row},{'ny'[row % 2]}"
+        for site in "ab"
+        for patient in range(6)
+        for row in range(4)
+    ]
+    (tmp_path / "visits.csv").write_text("\n".join(["site,patient,x,y", *rows]))
+    options = {"method": "fedfomo", "rounds": 1, "local_steps": 1, "model": "logistic", "engine": "inline"}
+    table = {"label": "y", "partition": "natural:site", "exclude": "patient", "holdout": 0.2}
+    fed = unskew.load_federation(f"table:{tmp_path / 'visits.csv'}", split_by="patient", **table)
+    with pytest.warns(UserWarning, match="rows of one patient"):
+        unskew.run(fed, **options)
+    with pytest.warns(UserWarning, match="rows of one patient"):
+        unskew.run(data=f"table:{tmp_path / 'visits.csv'}", split_by="patient", **table, **options)
+    fed = unskew.load_federation(f"table:{tmp_path / 'visits.csv'}", **table)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        unskew.run(fed, **options)
+    assert not any("split_by" in str(one.message) for one in told)

@@ -95,6 +95,8 @@ class Federation:
             ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
         unseen_names: Names of the unseen clients; empty if they have no names.
+        split_group: Column whose values are never split between training and held-out rows (``split_by``); None if there
+            is none.
         counts_known: Whether the clients' labels give the class counts of each client; not at a server that sees only sums.
     """
 
@@ -118,6 +120,7 @@ class Federation:
     missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
+    split_group: str | None = None
     counts_known: bool = True
 
     def __post_init__(self) -> None:

@@ -29,7 +29,7 @@ from unskew.data.readers.encoders import (
     values_of,
 )
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
-from unskew.data.spec import DataSpec
+from unskew.data.spec import DataSpec, parse_split
 from unskew.data.target_scaling import fitted_task, task_with_moments
 from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
@@ -190,6 +190,7 @@ class PartitionedSource:
             stats_traffic=known.traffic,
             harmonization=self.harmonization,
             missing=missing,
+            split_group=None if self.spec.split_by is None else parse_split(self.spec.split_by).group,
         )
 
 

@@ -41,7 +41,7 @@ from unskew.privacy.accounting import GaussianRounds, epsilon, gaussian_mu, nois
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import Combined, Rule, Tensors, Updates
+from unskew.protocol.rules import Combined, Rule, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 
 
@@ -126,6 +126,10 @@ class DP(ClippedSum):
         return plan.divisor / 20 if self.bit_noise is None else self.bit_noise
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the number of clipping norms."""
+        return {"clip": (1 if self.streams == "joint" else 1 + len(plan.scales),)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the clipping norms."""

@@ -29,10 +29,11 @@ from torch import Tensor
 
 from unskew.methods.stored_models import StoredModels
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import Context, Report, Tensors, Updates
+from unskew.protocol.rules import Context, Report, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -105,6 +106,10 @@ class FedAMP(StoredModels):
         """Create space for the clients' models, and a second mask of the known ones on the device of the models."""
         state = super().server_init(v, federation_info)
         return {**state, "mask": state["known"].to(v.device)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the mixture."""
+        return {"mixture": (1, spec.size)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the mixture, if the models of the client and of another one are known."""

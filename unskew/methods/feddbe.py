@@ -28,9 +28,10 @@ from torch import Tensor, nn
 from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
 from unskew.models.execution import Batch, GradFn, LossFn
-from unskew.models.spec import slices_mask
+from unskew.models.spec import ModelSpec, slices_mask
 from unskew.protocol.client_rule import Forward
-from unskew.protocol.rules import Context, SurveyTime, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import Context, Shape, SurveyTime, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range, one_of
 
@@ -142,6 +143,10 @@ class FedDBE(HeadReplacement, LocalHeadParameters):
             ctx.upload["mean"] = ctx.weight * ctx.survey["features"] / ctx.survey["count"]
 
     # ---- at the server --------------------------------------------------------------------------------------------------
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the mean feature."""
+        return {"mean": spec.feature_shape}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the common mean feature, once it is known."""

@@ -19,7 +19,7 @@ norm.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
@@ -29,9 +29,12 @@ from torch import Tensor
 
 from unskew.methods.stored_models import StoredModels
 from unskew.models.execution import Batch
+from unskew.models.spec import ModelSpec
 from unskew.protocol.client_rule import Forward
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import START, Context, SurveyTime, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Context, Shape, SurveyTime, Tensors, Updates
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, one_of
 from unskew.seeding import fold, uniform
 
@@ -67,6 +70,18 @@ class FedFomo(StoredModels):
     def numbers_per_client(self, size: int, clients: int) -> int:
         """Return how many numbers the server stores per client: a model, and the gains of others' models."""
         return size + clients
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Warn if rows of one group can be both in batches and in the validation samples."""
+        notes = super().check(run)
+        if run.split_group is None:
+            return notes
+        return (
+            *notes,
+            f"fedfomo draws its validation samples by row, so rows of one {run.split_group} (split_by) can be both in "
+            "batches and in the validation samples, which then prefer the client's own model. Held-out samples are not "
+            "affected.",
+        )
 
     # ---- at the clients -------------------------------------------------------------------------------------------------
 
@@ -113,6 +128,10 @@ class FedFomo(StoredModels):
         clients = federation_info.clients
         gains, key = torch.zeros(clients, clients, dtype=v.dtype), torch.tensor(0)
         return {**super().server_init(v, federation_info), "gains": gains, "key": key}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the models: at most ``models``, because a client reports losses of each."""
+        return {"models": (range(1, self.models + 1), spec.size)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the models of the other clients with the largest gains."""

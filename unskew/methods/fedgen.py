@@ -39,7 +39,8 @@ from unskew.generators.latent import LatentGenerator, diversity, draw_labels
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import ClientRule, Context, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import ClientRule, Context, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import derive, fold, normal
@@ -160,6 +161,11 @@ class FedGen(ClientRule):
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload the class counts, with which the server weights clients."""
         ctx.upload["counts"] = ctx.client_info["counts"]
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shapes of the generator and of the mask of classes."""
+        labels: Mapping[str, Shape] = {"labels": (spec.classes,)} if self.labels == "all" else {}
+        return {"g": (self.generator(spec).size,), **labels}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the generator, if it exists yet, and the classes of all clients."""

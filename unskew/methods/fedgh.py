@@ -24,7 +24,10 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.methods.own_models import ClassMeans, list_means, train_on_means
-from unskew.protocol.rules import START, Context, Tensors, Updates
+from unskew.models.spec import ModelSpec
+from unskew.protocol.payload import slices_length
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -81,6 +84,10 @@ class FedGH(ClassMeans):
         device = ctx.v_global.device
         index = torch.cat([torch.arange(part.start, part.stop, device=device) for part in ctx.spec.parts["head"]])
         return {START: ctx.v_global.scatter(0, index, ctx.download["head"][0])}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the head."""
+        return {"head": (1, slices_length(tuple(spec.parts["head"]), spec.size))}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the head, ``[1, h]``: of vectors as long as the model only the exchanged slices are sent."""

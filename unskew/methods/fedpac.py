@@ -35,10 +35,12 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.methods.fedrep import FedRep
 from unskew.models.execution import Batch, GradFn, LossFn
-from unskew.models.spec import slices_mask
+from unskew.models.spec import ModelSpec, slices_mask
 from unskew.protocol.client_rule import Forward
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
-from unskew.protocol.rules import START, Context, SurveyTime, Tensors, Updates, Weights
+from unskew.protocol.payload import slices_length
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Context, Shape, SurveyTime, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.protocol.updates import nonzero_divisors
@@ -178,6 +180,11 @@ class FedPAC(FedRep):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the number of clients."""
         return {"clients": torch.tensor(federation_info.clients)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shapes of the head, the class means and the mask of known ones."""
+        head = slices_length(tuple(spec.parts["head"]), spec.size)
+        return {"head": (head,), "means": (spec.classes, *spec.feature_shape), "known": (spec.classes,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's mixture of heads, the class means, and which of them are known, after the first round."""

@@ -16,6 +16,7 @@ Every client has its own model, which starts from the initial model and is never
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
@@ -26,7 +27,9 @@ from torch import Tensor
 
 from unskew.methods.own_models import ClassMeans
 from unskew.models.execution import Batch, LossFn
-from unskew.protocol.rules import Context, Tensors, Updates
+from unskew.models.spec import ModelSpec
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import Context, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
@@ -64,6 +67,10 @@ class FedProto(ClassMeans):
             return loss + self.ld * ((features - means[batch.y]).square().mean(1) * known[batch.y]).mean()
 
         return pulled
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shapes of the class means and of the mask."""
+        return {"means": (spec.classes, math.prod(spec.feature_shape)), "known": (spec.classes,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the class means, and which of them are known."""

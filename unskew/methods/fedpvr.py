@@ -26,7 +26,8 @@ from unskew.errors import ConfigError
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Tensors, Updates, Weights
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import ClientRule, Context, Shape, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.training_config import Training
 
@@ -106,6 +107,10 @@ class FedPVR(ClientRule):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the total weight; the variate is zero until its first update."""
         return {"total": torch.tensor(federation_info.total_weight(), dtype=v.dtype)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the variate."""
+        return {"c": (len(self.corrected(spec)),)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the server's variate."""

@@ -25,8 +25,10 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import ClientRule, Context, ServerRule, Shape, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -89,6 +91,10 @@ class FedSMOO(ClientRule, ServerRule):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``s = 0``."""
         return {"s": torch.zeros_like(v)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of ``s``."""
+        return {"s": (spec.size,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the common perturbation ``s``."""

@@ -34,9 +34,10 @@ from unskew.errors import ConfigError
 from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
 from unskew.models.execution import Batch, LossFn
-from unskew.models.spec import slices_mask
+from unskew.models.spec import ModelSpec, slices_mask
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import START, Context, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
@@ -164,6 +165,10 @@ class Floco(HeadReplacement, LocalHeadParameters):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the number of clients."""
         return {"clients": torch.tensor(federation_info.clients)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the point."""
+        return {"point": (self.endpoints,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's point, once there are points."""

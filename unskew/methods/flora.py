@@ -18,6 +18,7 @@ every round.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import ClassVar
 
@@ -30,7 +31,8 @@ from unskew.methods.lora_ranks import WEIGHT, RankedFactors, components, first_c
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, mask_slices
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import START, Combined, Context, Slices, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Combined, Context, Shape, Slices, Tensors, Updates
 from unskew.seeding import fold, uniform
 
 PURPOSE = 7
@@ -73,6 +75,10 @@ class FLoRA(RankedFactors):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the ranks, if the clients have their own."""
         return {"ranks": v.new_tensor(self.listed_ranks)} if self.ranks else {}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the rank."""
+        return {"rank": ()} if self.ranks else {}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's rank, if the clients have their own."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import ClientRule, Context, Shape, Tensors
 
 
 class GlobalMomentum(ClientRule):
@@ -25,6 +27,10 @@ class GlobalMomentum(ClientRule):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0``."""
         return {"m": torch.zeros_like(v)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the momentum."""
+        return {"m": (spec.size,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the momentum."""

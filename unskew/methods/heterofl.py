@@ -25,7 +25,7 @@ classes out of the mean, which would tell the server the classes of each client.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import ClassVar
 
@@ -39,7 +39,8 @@ from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec, mask_slices, slices_mask
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
-from unskew.protocol.rules import Context, Method, Slices, Tensors, Weights
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import Context, Method, Shape, Slices, Tensors, Weights
 from unskew.protocol.run_context import PreRunContext
 
 LAYERS = (nn.Linear, nn.Conv1d, nn.Conv2d)
@@ -129,6 +130,10 @@ class HeteroFL(LogitAdjustment, PartialSharing):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Store the rates."""
         return {"rates": v.new_tensor(self.shares)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the rate."""
+        return {"rate": ()}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's rate."""

@@ -33,7 +33,8 @@ from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import START, Combined, Context, Slices, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import START, Combined, Context, Shape, Slices, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range, one_of
 from unskew.protocol.updates import nonzero_divisors
@@ -122,6 +123,10 @@ class HetLoRA(RankedFactors):
         ranks = state["ranks"]
         part = first_components(spec, int(ranks[client % len(ranks)]) or model_rank(spec))
         return part, part
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the rank."""
+        return {"rank": ()}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the client's rank."""

@@ -33,12 +33,14 @@ from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
 from unskew.protocol.client_rule import Forward
 from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import (
     START,
     ClientRule,
     Context,
     Method,
     ServerRule,
+    Shape,
     SurveyTime,
     Tensors,
     Updates,
@@ -143,6 +145,10 @@ class IFCA(ClientRule, ServerRule):
         noise = [torch.randn(v.shape, generator=generator(0, "ifca models", client=j)) for j in range(1, self.groups)]
         models = torch.stack([v, *(v * (1 + self.spread * e.to(v)) / math.sqrt(1 + self.spread**2) for e in noise)])
         return {"models": models, "chosen": torch.zeros(self.groups, dtype=torch.int64)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the other models."""
+        return {"models": (self.groups - 1, spec.size)} if self.groups > 1 else {}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send all models but the first, which is the global model."""

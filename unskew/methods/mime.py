@@ -16,6 +16,7 @@ gradients; normalization buffers are updated in the pass of ``theta_k`` only. On
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
@@ -24,8 +25,10 @@ from torch import Tensor
 
 from unskew.methods.mimelite import MimeLite
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import Context, SurveyTime, Tensors, Updates
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import Context, Shape, SurveyTime, Tensors, Updates
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,10 @@ class Mime(MimeLite):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0`` and ``c = 0``."""
         return {"m": torch.zeros_like(v), "c": torch.zeros_like(v)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shapes of ``m`` and ``c``."""
+        return dict.fromkeys(("c",) if self.beta == 0 else ("m", "c"), (spec.size,))
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send ``m``, unless it has no share, and ``c``."""

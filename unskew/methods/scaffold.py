@@ -47,8 +47,10 @@ from torch import Tensor
 
 from unskew.methods.fedavg import FedAvg
 from unskew.models.execution import Batch, GradFn
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import ClientRule, Context, Rule, Tensors, Updates, Weights
+from unskew.protocol.round_plan import RoundPlan
+from unskew.protocol.rules import ClientRule, Context, Rule, Shape, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 from unskew.protocol.training_config import Training
 
@@ -146,6 +148,10 @@ class Scaffold(ClientRule):
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``c = 0``, and the total weight of all clients for the mean over them."""
         return {"c": torch.zeros_like(v), "total": torch.tensor(federation_info.total_weight(), dtype=v.dtype)}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shape of the variate."""
+        return {"c": (spec.size,)}
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the server's variate."""

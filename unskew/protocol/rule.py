@@ -18,6 +18,9 @@ from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.updates import Updates
 
+Shape = tuple[int | range, ...]
+"""Shape of a tensor; a range lists the sizes that a dimension may have."""
+
 
 @dataclass(frozen=True)
 class MetricSpec:
@@ -161,6 +164,18 @@ class WithServerHalf(Rule):
         Args:
             v: Initial model, ``[d]``.
             federation_info: Server's information about the federation.
+        """
+        return {}
+
+    def download_shapes(self, spec: ModelSpec, plan: RoundPlan) -> Mapping[str, Shape]:
+        """Return the shapes of everything that ``download`` may return, by name.
+
+        A real site rejects other names, shapes and dtypes, which a hostile server may send. They follow from what the site
+        has agreed to: the options of the rule, the model and the schedule.
+
+        Args:
+            spec: Layout of the client's model.
+            plan: Schedule of the run.
         """
         return {}
 

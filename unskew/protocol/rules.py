@@ -18,7 +18,7 @@ from unskew.protocol.messages import EVALUATED, PERSONAL, START, Slices, Tensors
 from unskew.protocol.method import Method
 from unskew.protocol.payload import Stage, UploadContext
 from unskew.protocol.report import Report
-from unskew.protocol.rule import MetricSpec, Rule, WithServerHalf
+from unskew.protocol.rule import MetricSpec, Rule, Shape, WithServerHalf
 from unskew.protocol.server_rule import ServerRule
 from unskew.protocol.sync_rule import SyncRule
 from unskew.protocol.updates import Combined, Updates
@@ -38,6 +38,7 @@ __all__ = [
     "Report",
     "Rule",
     "ServerRule",
+    "Shape",
     "Slices",
     "Stage",
     "SurveyTime",

@@ -31,6 +31,7 @@ class PreRunContext:
         client_weighting: ``samples``, ``uniform``, or ``auto``.
         buffers: Treatment of normalization buffers.
         save_samples: Whether generated samples are plotted.
+        split_group: Column whose values are never split between training and held-out rows; None if there is none.
     """
 
     federation: Federation
@@ -42,6 +43,7 @@ class PreRunContext:
     client_weighting: str = "auto"
     buffers: Buffers = "average"
     save_samples: bool = False
+    split_group: str | None = None
 
     @property
     def training(self) -> Training:

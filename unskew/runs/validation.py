@@ -11,6 +11,7 @@ from unskew.attacks.attackers import check_attack, draw_attackers
 from unskew.attacks.registry import Attack, LabelFlip
 from unskew.config.experiment import AT_CLIENTS, OF_ONE_ROUND, Experiment
 from unskew.data.federation import Federation
+from unskew.data.spec import parse_split
 from unskew.data.validation import check_tokens
 from unskew.errors import ConfigError, MethodConflictError, unknown_name
 from unskew.methods.dp_sites import site_noise
@@ -82,6 +83,8 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         client_weighting=config.client_weighting,
         buffers=config.buffers,
         save_samples=config.save_samples,
+        # At a real server, only the configuration names it.
+        split_group=federation.split_group if config.split_by is None else parse_split(config.split_by).group,
     )
     if callable(method.weights) and config.client_weighting != "auto":
         raise ConfigError(

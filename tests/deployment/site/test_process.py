@@ -204,6 +204,39 @@ def test_check_shows_what_is_sent_and_what_is_wrong(tmp_path, capsys):
     assert not (tmp_path / "state").exists()
 
 
+@pytest.mark.parametrize(
+    ("method", "later"),
+    [
+        (
+            "fedfomo:models=2,validation=0.5",
+            {
+                "received": {"download/fedfomo/models: float32 2x650, 5,200 bytes"},
+                "sent": {"upload/fedfomo/gains: float32 2, 8 bytes"},
+            },
+        ),
+        (
+            "fedproto",
+            {
+                "received": {
+                    "download/fedproto/means: float32 10x64, 2,560 bytes",
+                    "download/fedproto/known: float32 10, 40 bytes",
+                },
+                "sent": set(),
+            },
+        ),
+    ],
+)
+def test_check_shows_what_only_later_rounds_send(method, later, tmp_path, capsys):
+    (tmp_path / "experiment.yaml").write_text(experiment({**TINY, "method": method, "partition": "iid"}).to_yaml())
+    (tmp_path / "site.yaml").write_text(yaml.safe_dump(MINE))
+    rows = [
+        (row["what"], row["text"]) for row in call(capsys, "deploy", "check", tmp_path / "site.yaml", "--json").json()
+    ]
+    for way, texts in later.items():
+        assert {text for what, text in rows if what == f"{way} some rounds"} == texts
+    assert sum(text.endswith("and fedfomo requires it") for _, text in rows) == method.startswith("fedfomo")
+
+
 def test_check_names_each_of_several_experiments(tmp_path, capsys):
     (tmp_path / "agreed").mkdir()
     for name, changes in {"a": {}, "b": {"method": "scaffold"}, "c": {"rounds": 9}}.items():

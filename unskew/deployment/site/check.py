@@ -119,13 +119,19 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
     yield from statistics_findings(site, config, samples)
     work = SiteTrainer(site, config, reference, samples)
     yield Finding("model", True, f"{config.model} with {work.spec.size:,} parameters, method {config.method}")
-    request, response = first_round_messages(work)
-    frames = {"sent once": work.client_info(work.data), "received each round": request, "sent each round": response}
-    for way, frame in frames.items():
-        for name, blob in frame.arrays.items():
+    requests, responses = zip(*round_messages(work), strict=True)
+    ways = {"sent once": (work.client_info(work.data),), "received each round": requests, "sent each round": responses}
+    for way, frames in ways.items():
+        for name in dict.fromkeys(name for frame in frames for name in frame.arrays):
+            blobs = [frame.arrays[name] for frame in frames if name in frame.arrays]
+            blob = max(blobs, key=lambda blob: len(blob.data))
             shape = "x".join(map(str, blob.shape)) or "one"
-            yield Finding(way, None, f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes")
-        reported = {*frame.metrics, *(k for k in frame.config if k in ("name", "num_samples", "held_out", "weight"))}
+            text = f"{name}: {blob.dtype} {shape}, {len(blob.data):,} bytes"
+            every = len(blobs) == len(frames)
+            yield Finding(way if every else way.replace("each round", "some rounds"), None, text)
+        reported = {k for k in frames[0].config if k in ("name", "num_samples", "held_out", "weight")}.union(
+            *(frame.metrics for frame in frames)
+        )
         if reported and way.startswith("sent"):
             yield Finding(way, None, f"numbers: {', '.join(sorted(reported))}")
     if work.noise is None:
@@ -140,9 +146,8 @@ def _experiment(site: SiteConfig, folder: Path, config: Experiment) -> Iterator[
         yield Finding(
             "privacy", None, f"{config.method} weights sites by the number of samples of each class that they sent"
         )
-    readers = [
-        rule.name for rule in (*work.method.halves, *filter(None, [work.method.server])) if "individual" in rule.needs
-    ]
+    at_server = (*work.method.halves, *filter(None, [work.method.server]))
+    readers = list(dict.fromkeys(rule.name for rule in at_server if "individual" in rule.needs))
     if config.secure_aggregation == "required":
         yield Finding("privacy", None, "updates leave this site masked: the server sees only the sum over sites")
         if work.noise is not None:
@@ -205,8 +210,17 @@ def evaluation_text(work: SiteTrainer) -> str:
     return f"{models}, of these kinds: {', '.join(allowed)} (evaluate.allow){shared}"
 
 
-def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
-    """Create the messages of the first round in both directions, by training one step; nothing is sent."""
+def round_messages(work: SiteTrainer) -> list[tuple[Frame, Frame]]:
+    """Create the messages of the first round and of a later one in both directions, by training one step in each.
+
+    In the later one, the site receives the largest tensors of each rule that the method may send to it. Nothing is sent.
+
+    Args:
+        work: Trainer of the experiment at this site.
+
+    Returns:
+        Received and sent message of each round.
+    """
     small = work.config.model_copy(update={"local_steps": 1, "local_epochs": None, "lr_schedule": "constant"})
     client = work.site.client
     federation = work.with_data(work.data)
@@ -222,18 +236,34 @@ def first_round_messages(work: SiteTrainer) -> tuple[Frame, Frame]:
     trainer = ServerTrainer(work.spec, federation, small.training, work.device)
     setup = ServerSetup(work.method, rule, work.spec, federation_info, small.buffers, small.seed, trainer)
     server = Server(setup)
-    request = encode_broadcast(server.broadcaster.broadcast(0, client), work.wire_context, "train", {})
+    later = {
+        rule: {
+            name: torch.ones([max(s) if isinstance(s, range) else s for s in shape], dtype=work.spec.dtype)
+            for name, shape in shapes.items()
+        }
+        for rule, shapes in work.wire_context.download_shapes.items()
+    }
+    messages = []
     before, work.config = work.config, small
     try:
         with tempfile.TemporaryDirectory() as scratch:
             received = ReceivedData(Path(scratch), ())  # without the data that is received before the first round
-            update, broadcast = work.trained(request, SiteState(Path(scratch), "0" * 16, client), received)
-            if work.noise is not None:
-                update = work.without_data(update.upload, broadcast.round)
-            response = encode_update(update, broadcast, work.wire_context)
+            state = SiteState(Path(scratch), "0" * 16, client)
+            for round in range(min(2, work.config.rounds)):
+                sent = server.broadcaster.broadcast(round, client)
+                if round:
+                    sent = replace(
+                        sent, download={rule: {**later[rule], **sent.download.get(rule, {})} for rule in later}
+                    )
+                request = encode_broadcast(sent, work.wire_context, "train", {})
+                update, broadcast = work.trained(request, state, received)
+                server.clients.last_rounds[client] = round
+                if work.noise is not None:
+                    update = work.without_data(update.upload, broadcast.round)
+                messages.append((request, encode_update(update, broadcast, work.wire_context)))
     finally:
         work.config = before
-    return request, response
+    return messages
 
 
 def is_private(path: Path) -> bool:

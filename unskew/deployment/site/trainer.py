@@ -30,6 +30,7 @@ from unskew.deployment.wire.tensor_codec import InvalidMessageError, encode_reco
 from unskew.engines.base import EngineConfig
 from unskew.engines.device import device_modes
 from unskew.engines.local_trainer import LocalTrainer
+from unskew.errors import ConfigError
 from unskew.measurements.gradient_probe import GradientProbe
 from unskew.methods.registry import method as method_of
 from unskew.protocol.client_state_files import encode_tensors
@@ -90,9 +91,8 @@ class SiteTrainer:
         self.spec.others = ()  # those of other sites
         federation = match_model_input_range(federation, self.spec)
         self.original, self.total = federation, samples.total
-        self.wire_context = WireContext(
-            self.method, self.spec, buffers, site.limits.max_norm, int(site.limits.max_message_mb * 1e6)
-        )
+        largest, plan = int(site.limits.max_message_mb * 1e6), make_round_plan(config, self.total, self.method)
+        self.wire_context = WireContext(self.method, self.spec, buffers, site.limits.max_norm, largest, plan)
         self.noise = self.wire_context.site_noise
         self.private = any(rule.poisson_batches for rule in self.method.client)
         self.evaluator = Evaluator(self.spec, federation, federation.objective.unweighted, self.device)
@@ -176,6 +176,14 @@ class SiteTrainer:
             keeps_encoded=True,
             secret=SystemEntropy(),
         )
+        size = federation.num_samples(self.site.client)
+        fewest = self.site.statistics.min_count
+        if setup.validation and size - setup.num_trained(size) < fewest:
+            raise ConfigError(
+                f"{self.config.method} reports losses on {size - setup.num_trained(size)} validation samples of the site "
+                f"{self.site.name}, and losses on few samples reveal them. Use a larger share validation, or set "
+                f"statistics.min_count in site.yaml, which is {fewest}."
+            )
         self._trainer = key, LocalTrainer(setup)
         return self._trainer[1]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,7 +16,8 @@ from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Slices, Tensors, flatten_records, num_bytes, unflatten_records
 from unskew.protocol.payload import compresses, gather_slices, scatter_slices, slices_length
-from unskew.protocol.rules import Method, changes_updates
+from unskew.protocol.round_plan import DEFAULT_PLAN, RoundPlan
+from unskew.protocol.rules import Method, Shape, changes_updates
 from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import subtract_slices
 
@@ -32,6 +35,7 @@ class WireContext:
         buffers: Sharing of normalization buffers.
         norm: Largest accepted norm of a tensor.
         largest: Maximum number of bytes that rules send in addition to the model.
+        plan: Schedule of the run.
     """
 
     method: Method
@@ -39,6 +43,7 @@ class WireContext:
     buffers: Buffers
     norm: float
     largest: int
+    plan: RoundPlan = DEFAULT_PLAN
 
     def of_client(self, client: int) -> WireContext:
         """Return the wire context with the layout of a client's own model, if clients have different architectures."""
@@ -119,6 +124,55 @@ class WireContext:
                 )
             check_norm(f"{record}/{name}", tensor, self.norm, finite)
         return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
+
+    @cached_property
+    def download_shapes(self) -> dict[str, Mapping[str, Shape]]:
+        """Shapes of everything that a client may receive in addition to the model, by rule and name."""
+        shapes = {half.name: half.download_shapes(self.spec, self.plan) for half in self.method.halves}
+        return {name: entries for name, entries in shapes.items() if entries}
+
+    def check_download(self, tensors: Tensors) -> dict[str, Tensors]:
+        """Validate at the client the tensors that the server sent in addition to the model, by rule.
+
+        Args:
+            tensors: Tensors by ``RULE/NAME``.
+
+        Raises:
+            InvalidMessageError: If they are not those that the method sends, are too large, or are not finite.
+        """
+        allowed = {f"{rule}/{name}": s for rule, shapes in self.download_shapes.items() for name, s in shapes.items()}
+        for name, tensor in tensors.items():
+            shape = allowed.get(name)
+            if shape is None:
+                raise InvalidMessageError(
+                    f"download contains {name[:60]!r}, which {self.method.name} never sends to a client. The server must "
+                    "run the agreed experiment with the same version; a method of your own lists what it sends in "
+                    "download_shapes"
+                )
+            if tensor.dtype != self.spec.dtype or not has_shape(tensor, shape):
+                raise InvalidMessageError(
+                    f"download/{name} is {str(tensor.dtype)[6:]} {shape_text(tensor.shape)}, but the agreed experiment "
+                    f"sends {str(self.spec.dtype)[6:]} {shape_text(shape)}. The server must run the agreed experiment"
+                )
+        return self.check_extras("download", tensors, finite=True)
+
+
+def has_shape(tensor: Tensor, shape: Shape) -> bool:
+    """Return whether a tensor has a shape, in which ranges list several sizes."""
+    return tensor.dim() == len(shape) and all(
+        size in part if isinstance(part, range) else size == part
+        for size, part in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def shape_text(shape: Shape) -> str:
+    """Return a shape as text.
+
+    >>> shape_text((range(1, 6), 650)), shape_text(())
+    ('1..5x650', 'one')
+    """
+    ranges = [size if isinstance(size, range) else range(size, size + 1) for size in shape]
+    return "x".join(f"{s[0]}..{s[-1]}" if len(s) > 1 else str(s[0]) for s in ranges) or "one"
 
 
 def shared_buffers(buffers: Buffers, spec: ModelSpec) -> Buffers:

@@ -117,7 +117,7 @@ def decode_broadcast(frame: Frame, wire_context: WireContext, state: ClientState
         client=read_integer(config, "client"),
         v=v,
         b=b,
-        download=wire_context.check_extras("download", decode_rules(frame, "download", down, spec.size), finite=True),
+        download=wire_context.check_download(decode_rules(frame, "download", down, spec.size)),
         state=state,
         weight=read_number(config, "weight", 0.0, LARGEST_WEIGHT),
         down=down,
