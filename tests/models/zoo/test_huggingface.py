@@ -665,6 +665,12 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     refused(r"contains no safetensors \(no weights\)", old)
     refused("The folder /nowhere does not exist", "/nowhere")
     refused("cannot be loaded", "no-such-model")
+    own = {"hidden_size": 15, "num_attention_heads": 2}
+    refused("'opt' cannot be built: embed_dim must be divisible by num_heads", "opt", pretrained=False, config=own)
+    own = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 2]]}
+    refused("'gpt_neo' cannot be built: .*: ValueError: ", "gpt_neo", pretrained=False, config=own)
+    own = {"hidden_size": 16, "n_layer": 1, "n_head": 2}
+    refused("'bloom' has no attention: sdpa. Remove", "bloom", pretrained=False, config=own, attention="sdpa")
     refused("lora has no option 'rank'", lora={"rank": 3})
     refused(r"lora.r=0 is not valid", lora={"r": 0})
     refused("lora must be a mapping", lora=3)
