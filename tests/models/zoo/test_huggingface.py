@@ -700,6 +700,11 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     refused("cannot be loaded", broken)
     with pytest.raises(ConfigError, match="has 24 tokens, but the tokenizer of the data has 257"):
         run(opt, texts, text={"columns": ["premise"], "tokenizer": "bytes"})
+    long = {"pretrained": False, "config": {**OPT, "vocab_size": 24, "max_position_embeddings": 8}}
+    with pytest.raises(ConfigError, match=r"longest text has 20 tokens\. If the .* fewer positions, set text\.block"):
+        ModelSpec(
+            resolve_model("hf:opt", (20,), 24, long, "language"), (20,), 24, input_dtype=torch.int64, per_token=True
+        )
     with pytest.raises(ConfigError, match="does not accept inputs of shape"):
         unskew.run(data="gaussians", model={"hf": str(opt)}, rounds=1, clients=2, partition="iid")
 
