@@ -1,5 +1,6 @@
 """Clients with models of different architectures, against a loop over the papers' formulas."""
 
+import itertools
 import json
 import warnings
 
@@ -14,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector
 
 import unskew
-from unskew.errors import ConfigError
+from unskew.errors import CheckpointError, ConfigError
 from unskew.methods.fedgh import FedGH
 
 EXACT = 1e-12
@@ -192,6 +193,34 @@ def test_a_resumed_run_equals_an_uninterrupted_one_on_every_engine(method, tmp_p
 def test_methods_with_a_common_model_are_rejected(method):
     with pytest.raises(ConfigError, match=r"support this: fedproto, fedtgp, fedgh, local"):
         unskew.run(method=method, model="mlp,logistic", rounds=1, **DIGITS)
+
+
+def test_a_checkpoint_of_other_models_is_not_called_corrupted(tmp_path):
+    def net(*sizes):
+        return nn.Sequential(nn.Flatten(), *(nn.Linear(a, b) for a, b in itertools.pairwise((64, *sizes, 10))))
+
+    options = {**DIGITS, "method": "local", "engine": "inline"}
+    unskew.run(rounds=1, model=[net(4), net()], out=tmp_path / "run", **options)
+    for others in ([net(4), net(5)], [net(), net(4)], [net(4), net(5), net()], [net(4)]):
+        with pytest.raises(CheckpointError, match=r"for another model\. Use the model of its run, or the same models"):
+            unskew.run(rounds=2, model=others, start_from=str(tmp_path / "run"), **options)
+        with pytest.raises(CheckpointError, match=r"for another model\. Use the model of its run, or the same models"):
+            unskew.resume(tmp_path / "run", rounds=2, model=others)
+    with pytest.raises(CheckpointError, match=r"another model of client .*\. Use the models of the run"):
+        unskew.load_predictor(tmp_path / "run", client_number=1, model=[net(4), net(5)])
+    with pytest.raises(ConfigError, match=r"no model 'Sequential'.* pass it again there: model="):
+        unskew.resume(tmp_path / "run", rounds=2)
+    with pytest.raises(ConfigError, match=r"no model 'Sequential'.* pass it again there: model="):
+        unskew.load_predictor(tmp_path / "run")
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_models_that_no_client_has_give_a_warning(count):
+    options = {**DIGITS, "clients": 3, "partition": "iid", "method": "local", "rounds": 1, "engine": "inline"}
+    with warnings.catch_warnings(record=True) as notes:
+        warnings.simplefilter("always")
+        unskew.run(model=["logistic"] * count, **options)
+    assert any("The last 1 of 4 models are not used" in str(note.message) for note in notes) is (count == 4)
 
 
 def test_architectures_that_do_not_fit_are_rejected():

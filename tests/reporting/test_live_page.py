@@ -84,6 +84,13 @@ def test_the_server_answers_only_its_own_paths_to_this_machine(runs):
     assert contents(runs) == before
 
 
+def test_browsers_omit_the_standard_port(runs, monkeypatch):
+    with served(runs) as server:
+        monkeypatch.setattr(live_page, "HTTP_PORT", server.server_port)
+        for host, status in (("localhost", 200), ("127.0.0.1", 200), ("example.org", 403)):
+            assert ask(server, "/", Host=host)[0].status == status
+
+
 def test_an_answer_has_only_the_runs_that_changed_since_the_version(runs):
     with served(runs) as server:
         first = changes(server)

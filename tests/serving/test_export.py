@@ -18,6 +18,7 @@ from support.slow import slow_but
 import unskew
 from unskew.errors import CheckpointError, ConfigError
 from unskew.models.registry import MODELS
+from unskew.serving import portable_model
 from unskew.serving.client_model import ServedClient
 from unskew.serving.load import open_run
 from unskew.serving.model_card import model_card_text
@@ -480,6 +481,35 @@ def test_a_file_that_gives_something_else_is_not_kept(ditto, tmp_path, monkeypat
     with pytest.raises(ConfigError, match="probabilities differ"):
         unskew.export(ditto, "torchscript", out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_the_reason_of_a_failed_export_has_no_terminal_codes(ditto, tmp_path, monkeypatch):
+    def fails(*args):
+        raise RuntimeError("\x1b[96m[torch.onnx]\x1b[0m no operation \x1b[1;31mcummax\x1b[0m.\nmore")
+
+    monkeypatch.setitem(portable_model.WRITERS, "torchscript", fails)
+    with pytest.raises(ConfigError, match=r"as torchscript: \[torch.onnx\] no operation cummax\. Try another format"):
+        unskew.export(ditto, "torchscript", out=tmp_path / "out")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])
+def test_a_language_model_of_packed_texts_can_be_exported(tmp_path, kind):
+    pytest.importorskip("transformers")
+    from support.tiny import OPT, write_jsonl
+
+    path = write_jsonl(tmp_path / "t.jsonl", [{"q": "q", "a": "a" * (1 + n % 5)} for n in range(40)])
+    model = {"hf": "opt", "pretrained": False, "config": {**OPT, "max_position_embeddings": 64}}
+    unskew.run(
+        data=f"text:{path}", text={"prompt": "q", "answer": "a", "block": 30, "tokenizer": "bytes", "pack": True},
+        model=model, partition="iid", clients=2, rounds=1, local_steps=1, lr=0.01, engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    done = unskew.export(tmp_path / "run", kind)
+    opened = open_run(tmp_path / "run")
+    x = example_inputs(opened, 3)
+    with torch.no_grad():
+        expected = opened.module(x).softmax(-1).numpy()
+    assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
 
 
 def test_without_onnx_it_is_said_what_to_install(ditto, tmp_path, monkeypatch):

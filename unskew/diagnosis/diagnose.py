@@ -270,7 +270,7 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     final = folder / FINAL
     tensors = load_checked(final)
     if not {*spec.names, *spec.buffer_names} <= set(tensors):
-        raise CheckpointError(f"{final} contains another model.")
+        raise CheckpointError(f"{final} contains another model. Use the model of the run.")
     for name in (*spec.names, *spec.buffer_names):
         if not tensors[name].is_floating_point():
             raise CheckpointError(
@@ -284,5 +284,5 @@ def final_model(folder: Path, spec: ModelSpec) -> tuple[Tensor, Tensor]:
     statistics = [tensors[n].reshape(-1) for n in spec.buffer_names]
     v = torch.cat([tensors[n].reshape(-1) for n in spec.names])
     if len(v) != spec.size or sum(map(len, statistics)) != sum(spec.buffer_sizes):
-        raise CheckpointError(f"{final} contains another model.")
+        raise CheckpointError(f"{final} contains another model. Use the model of the run.")
     return v, torch.cat(statistics) if statistics else spec.flatten_buffers()

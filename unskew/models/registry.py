@@ -17,7 +17,7 @@ from torch import nn
 
 from unskew import plugins
 from unskew.errors import ConfigError, UnskewError, short_repr
-from unskew.models.names import HUB
+from unskew.models.names import HUB, split_models
 from unskew.models.user_modules import describe_error
 from unskew.models.zoo.basic import MLP, VGG11, Logistic
 from unskew.models.zoo.cnn import CNNA, CNNB, CNNC
@@ -192,6 +192,26 @@ def _registered(
         raise ConfigError(f"{error} Use a custom model as 'package.module:factory'.") from None
     label = f"The model {name!r} of the package {plugin.package}"
     return _call(label, plugin.load_callable(), shape, classes, options, task, categories)
+
+
+def check_models_known(models: str) -> None:
+    """Validate that the models of a run folder have names from which they can be built.
+
+    Args:
+        models: One or several names, separated by commas.
+
+    Raises:
+        ConfigError: If a name is not known, for example because the model was passed as an object in Python.
+    """
+    for name in split_models(models):
+        if ":" in name or name in MODELS:
+            continue
+        try:
+            plugins.find_plugin(plugins.MODELS, "model", name, MODELS)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{error} If the run got the model as an object in Python, pass it again there: model=..."
+            ) from None
 
 
 def resolve_model(

@@ -204,7 +204,12 @@ class ModelSpec:
         except Exception as error:  # a model of a user may raise any error
             reason = describe_error(error)
             hint = ""
-            if self.integers:
+            if self.integers and getattr(self.module, "tokens", None) is not None:
+                hint = (
+                    f" The longest text has {self.shape[0]} tokens. If the model has fewer positions, set text.block to a "
+                    "smaller number."
+                )
+            elif self.integers:
                 hint = (
                     " The inputs are integers, such as the token ids of texts. Use text-mlp or hf:NAME for texts; convert "
                     "features to floats."

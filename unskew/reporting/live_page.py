@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from http.client import HTTP_PORT
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from string import Template
@@ -193,7 +194,10 @@ class PageHandler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         """Answer a request."""
-        hosts = [f"{name}:{self.server.server_port}" for name in (HOST, "localhost")]
+        port = self.server.server_port
+        hosts = [f"{name}:{port}" for name in (HOST, "localhost")]
+        if port == HTTP_PORT:
+            hosts += [HOST, "localhost"]  # browsers omit the standard port
         if self.headers.get("Host", "").lower() not in hosts:
             return self.send_error(403)  # from a page of another site whose name was made to lead here
         runs, request = self.server.runs, re.fullmatch(r"/(?:(runs|details)\?([0-9]{1,15}))?", self.path)

@@ -27,6 +27,7 @@ from unskew.folder_locks import folder_lock, output_folder
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, check_expression
 from unskew.methods.registry import method as method_of
+from unskew.models.registry import check_models_known
 from unskew.progress import report_progress_to
 from unskew.protocol.rules import Method
 from unskew.records.notebook import notebook_progress
@@ -264,6 +265,8 @@ def resume(
         else:
             check_method_known(str(values.get("method")))
         config = experiment(values, built)
+        if model is None:
+            check_models_known(config.model)
         if federation is None and config.data == "arrays":
             raise CheckpointError(
                 f"The data of the run in {folder} were passed as an object in Python. Resume it there with "

@@ -118,6 +118,12 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             "on, differ between two passes with the same inputs and seed. The model has a random generator or a counter of "
             "its own. Draw from the global generators instead, as torch.rand does."
         )
+    models, clients = len(spec.architectures), max(len(federation.clients), len(federation.unseen))
+    if models > clients:
+        warnings.append(
+            f"The last {models - clients} of {models} models are not used, because there are {clients} clients and each has "
+            "one model, in order."
+        )
     of_one_round = [name for name in of_clients if name in OF_ONE_ROUND]
     late = config.network.deadline is not None and accepts_late_updates(method)
     if of_one_round and (run.delayed or late):

@@ -113,6 +113,8 @@ def model_of_client(
         final, serving = (spec.flatten(), spec.flatten_buffers()), "the initial model of its architecture"
     with checkpoint_errors(path):
         state = ClientState.of(_kept(path, list(manifest["files"]), client.number))
+        if state.model is not None and state.model.shape != final[0].shape:
+            raise CheckpointError(f"{path} contains another model of client {client.name}. Use the models of the run.")
         v, b = serving_model(method, spec, config.buffers, state, *final, own)
         if v.shape != final[0].shape or b.shape != final[1].shape:
             raise ValueError(f"the model of client {client.name} has another size")

@@ -22,6 +22,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import check_run, parse_path, read_file
 from unskew.methods.registry import method as method_of
 from unskew.models.names import split_models
+from unskew.models.registry import check_models_known
 from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import NAME as INPUTS
@@ -153,6 +154,8 @@ def open_run(
     inputs = read_inputs(folder)
     remedy, replaced = None if trust_code else TRUST, {} if model is None else {"model": model}
     config = experiment(load_config(folder / "config.yaml", remedy, replaced, NOT_OF_MODEL))
+    if model is None:
+        check_models_known(config.model)
     method = method_of(config.method)
     spec = initial_spec(config, empty_federation(inputs), model, method)
     final = final_model(folder, spec)

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
@@ -29,6 +30,8 @@ TOLERANCE = 1e-5
 """Largest accepted difference between the outputs of the exported and the original model."""
 FEWEST = 2
 """Number of token ids that every text model knows."""
+TERMINAL_CODES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
+"""Colors and other control sequences of terminals."""
 SIZES = (1, 2, 5)
 """Batch sizes for which both models are compared, because the batch dimension is dynamic."""
 
@@ -254,5 +257,6 @@ def _as_sentence(kind: str) -> Iterator[None]:
     except (UnskewError, MemoryError, OSError):
         raise
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+        lines = TERMINAL_CODES.sub("", str(error)).strip().splitlines()
+        reason = next(iter(lines), type(error).__name__).rstrip(".")
         raise ConfigError(f"The model cannot be exported as {kind}: {reason[:200]}. Try another format.") from error

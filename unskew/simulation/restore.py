@@ -39,7 +39,9 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         same_types = stored.server_rule["v"].dtype == state.v.dtype and stored.b.dtype == state.b.dtype
         same_keys = stored.server_rule.keys() == state.server_rule.keys() and {*manifest["rules"]} == {*state.rules}
         if not same_types or not same_keys:
-            raise CheckpointError(f"The checkpoint {path} was written for another model or method.")
+            raise CheckpointError(
+                f"The checkpoint {path} was written for another model or method. Use those of its run."
+            )
         rules = {name: stored.rules.get(name, {}) for name in manifest["rules"]}
         state.restore(stored.server_rule, rules, stored.b, manifest["version"])
         state.waiting.restore(stored.waiting, manifest["waiting"], stored.b.device)
@@ -124,6 +126,12 @@ def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:
     return {name: tuple(t.shape) for name, t in tensors.items()}
 
 
+OTHER_MODEL = (
+    "The checkpoint {path} was written for another model. Use the model of its run, or the same models in the same order if "
+    "clients have different ones."
+)
+
+
 class StoredServer(NamedTuple):
     """Content of a checkpoint's file ``server.safetensors``; see the parts of ``Server``."""
 
@@ -142,7 +150,7 @@ def _read_server(path: Path, manifest: dict[str, Any], server: Server) -> Stored
     device, clients = server.state.b.device, server.setup.federation_info.clients
     tensors = {n: t.to(device) for n, t in load((path / "server.safetensors").read_bytes()).items()}
     if tensors["state/v"].shape != server.state.v.shape or tensors["b"].shape != server.state.b.shape:
-        raise CheckpointError(f"The checkpoint {path} was written for another model.")
+        raise CheckpointError(OTHER_MODEL.format(path=path))
     sized = {name: kind for name in tensors if (kind := _sized_at_server(name)) is not None}
     _check_sizes(tensors, sized, server.state.v, server.state.b)
     numbers = [int(k) for part in ("last", "sent") for k in manifest[part]]
@@ -221,6 +229,8 @@ def _client_parts(path: Path, manifest: dict[str, Any], kind: str, server: Serve
             raise ValueError(f"there is no client {client}")
         state = server.state
         v, b = server.broadcaster.model_for(client, (state.v, state.b)) if kind == CLIENTS else (state.v, state.b)
+        if kind == CLIENTS and "model" in tensors and tensors["model"].shape != v.shape:
+            raise CheckpointError(OTHER_MODEL.format(path=path))
         _check_sizes(tensors, SIZED[kind], v, b)
         yield client, tensors
 

@@ -21,6 +21,8 @@ from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES, MetricSet, Statisti
 
 NOTHING = -1
 """Target of positions without a next token, such as the end of a text."""
+TRUNCATED = -2
+"""Target that has no loss and marks a text whose answer is truncated, so that it is no exact match."""
 TRANSFORMERS_PADDING = -100
 """Target of such positions in the package transformers, and there also the padding of token ids."""
 MOST_RECALLS = 10
@@ -321,7 +323,7 @@ class LanguageModeling(Task):
     Logits are ``[B, L, V]``. Accuracy is the share of correctly predicted tokens. Positions without a target, such as
     padding or the prompt of an answer, are ignored. The additional metrics are the perplexity ``exp(loss)`` and the exact
     match, the share of texts all of whose targets have the largest logit, given the true tokens before them (teacher
-    forcing).
+    forcing). A text with the target -2, which means that its answer is truncated, is no match.
     """
 
     name: ClassVar[str] = "language"
@@ -338,11 +340,11 @@ class LanguageModeling(Task):
         return torch.where(y == TRANSFORMERS_PADDING, NOTHING, y).to(torch.int64)
 
     def check(self, y: Tensor, classes: int, who: str, x: Tensor | None = None) -> None:
-        """Validate that targets are tokens or -1, and that the inputs are token ids of the same shape."""
+        """Validate that targets are tokens, -1 or -2, and that the inputs are token ids of the same shape."""
         if x is not None and (x.dtype != torch.int64 or x.shape != y.shape):
             raise DataError(f"The texts of {who} must be token ids (int64) with the shape of their targets.")
-        if len(y) and (int(y.min()) < NOTHING or int(y.max()) >= classes):
-            raise DataError(f"The targets of {who} must be -1 or tokens from 0 to {classes - 1}.")
+        if len(y) and (int(y.min()) < TRUNCATED or int(y.max()) >= classes):
+            raise DataError(f"The targets of {who} must be -1, -2 or tokens from 0 to {classes - 1}.")
 
     def num_outputs(self, ys: Sequence[Tensor]) -> int:
         """Return the number of tokens, of which the largest occurs."""
@@ -354,13 +356,13 @@ class LanguageModeling(Task):
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss over all targets of the batch (not over its texts); 0 without targets."""
-        total = cross_entropy(logits.flatten(0, -2), y.flatten(), reduction="sum")
-        return total / (y != NOTHING).sum().clamp_min(1)
+        total = cross_entropy(logits.flatten(0, -2), y.flatten().clamp_min(NOTHING), reduction="sum")
+        return total / (y >= 0).sum().clamp_min(1)
 
     def losses(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss over the targets of each text; 0 without targets."""
-        each = F.cross_entropy(logits.transpose(1, 2), y, ignore_index=NOTHING, reduction="none")
-        return each.sum(-1) / (y != NOTHING).sum(-1).clamp_min(1)
+        each = F.cross_entropy(logits.transpose(1, 2), y.clamp_min(NOTHING), ignore_index=NOTHING, reduction="none")
+        return each.sum(-1) / (y >= 0).sum(-1).clamp_min(1)
 
     def probabilities(self, logits: Tensor) -> Tensor:
         """Return the softmax over the vocabulary, ``[B, L, V]``."""
@@ -372,20 +374,21 @@ class LanguageModeling(Task):
 
     def correct(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the share of each text's targets that have the largest logit."""
-        right = ((logits.argmax(dim=-1) == y) & (y != NOTHING)).sum(-1)
+        right = ((logits.argmax(dim=-1) == y) & (y >= 0)).sum(-1)
         return right.to(torch.float64) / self.predictions(y).clamp_min(1)
 
     def predictions(self, y: Tensor) -> Tensor:
         """Return the number of targets of each text."""
-        return (y != NOTHING).sum(-1).to(torch.float64)
+        return (y >= 0).sum(-1).to(torch.float64)
 
     def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the number of texts all of whose targets have the largest logit, and of texts with targets, ``[2]``."""
+        """Return the number of exact matches, and of texts with targets, ``[2]``."""
         return self.tally_of_correct(self.correct(logits, y), y)
 
     def tally_of_correct(self, correct: Tensor, y: Tensor) -> Tensor:
         """Return ``tally`` from the share of each text's targets that are correct, ``[B]``."""
-        return torch.stack([(correct == 1).sum(), (self.predictions(y) > 0).sum()]).to(torch.float64)
+        matches = (correct == 1) & (y != TRUNCATED).all(-1)
+        return torch.stack([matches.sum(), (self.predictions(y) > 0).sum()]).to(torch.float64)
 
     def empty_tally(self, classes: int) -> Tensor:
         """Return the tally of no samples."""

@@ -11,7 +11,7 @@ from support.tolerance import near
 import unskew
 from unskew.data.load import load_federation
 from unskew.data.readers import answers
-from unskew.data.readers.tokenization import make_tokenizer
+from unskew.data.readers.tokenization import AnsweredText, make_tokenizer
 from unskew.errors import ConfigError, DataError
 from unskew.models.registry import resolve_model
 from unskew.tasks.registry import TASKS
@@ -125,12 +125,48 @@ def test_bytes_end_an_answer_and_long_answers_are_truncated(tmp_path, monkeypatc
     start = (256, *b"ab\n")
     assert pairs == {
         ((*start, *b"cd", -1), (-1, -1, -1, *b"cd", 256, -1)),
-        ((*start, *b"cde"), (-1, -1, -1, *b"cdef")),
+        ((*start, *b"cde"), (-2, -1, -1, *b"cdef")),
     }
     assert warnings[0].startswith("qa, the training rows: 10 of 15 answers do not end within the first 8 tokens")
     assert "5 of them are dropped" in warnings[0]
     with pytest.raises(DataError, match=r"no text has an answer within its first 4 tokens\. Set text\.block"):
         load(path, "bytes", prompt="q", answer="a", block=4)
+
+
+def test_a_truncated_answer_is_no_exact_match_and_leaves_loss_and_accuracy():
+    texts = [AnsweredText([0, 1, 2], [False, True, True]), AnsweredText([0, 1, 2, 1], [False, True, True, True])]
+    x, y, _ = answers.cut_answered(texts, 3, "texts")
+    assert (x, y) == ([[0, 1], [0, 1, -1]], [[1, 2], [1, 2, -2]])  # all of its targets count, so one position is added
+    y = torch.tensor([[1, 2, -1], y[1]])
+    logits = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.scatter_(2, y.clamp_min(0)[..., None], 9.0)
+    assert TASK.tally(logits, y).tolist() == [1, 2]
+    assert TASK.correct(logits, y).tolist() == [1, 1]
+    assert TASK.predictions(y).tolist() == [2, 2]
+    each = [[float(logits[i, t].logsumexp(0) - 9) for t in range(2)] for i in range(2)]
+    assert TASK.losses(logits, y).tolist() == near([sum(row) / 2 for row in each])
+    assert float(TASK.loss(logits, y)) == near(sum(map(sum, each)) / 4)
+    mapped = torch.func.vmap(TASK.loss)(logits[None], y[None])
+    assert float(mapped) == near(sum(map(sum, each)) / 4)
+
+
+def test_chats_in_which_the_assistant_says_nothing_are_dropped_with_a_warning(tmp_path, monkeypatch):
+    words = chat_folder(tmp_path / "words", MARKED.replace(" </s>{% endgeneration %}", "{% endgeneration %} </s>"))
+    warnings = []
+    monkeypatch.setattr(answers.LOG, "warning", lambda text, *values: warnings.append(text % values))
+
+    def chats(*said):
+        some = [{"m": [{"role": "user", "content": "the"}, {"role": "assistant", "content": text}]} for text in said]
+        return load(write_jsonl(tmp_path / "chats.jsonl", some), words, messages="m")
+
+    fed = chats(*["", "a dog"] * 5)
+    assert len(fed.clients[0].y) + len(fed.test[1]) == 5
+    assert warnings == [
+        "chats, the training rows: the assistant says nothing in 5 of 10 texts, which are dropped. Fill in the messages of "
+        "the assistant, or remove these texts."
+    ]
+    with pytest.raises(DataError, match=r"says nothing in any text.* Fill in the messages"):
+        chats("", "", "")
 
 
 @pytest.mark.parametrize("template", [pytest.param(PLAIN, id="prefixes"), pytest.param(MARKED, id="marked")])
@@ -173,6 +209,12 @@ def test_chats_and_answers_reject_what_they_cannot_use(tmp_path):
     rejects(DataError, "row 0 of the column 'messages' has str", {"messages": "hello"}, messages="messages")
     unknown = {"messages": [{"role": "bot", "content": "a"}]}
     rejects(DataError, r"message with the role 'bot'. A message has a role \(system", unknown, messages="messages")
+    silent = {"messages": [{"role": "user", "content": None}]}
+    rejects(DataError, "message with the content None", silent, messages="messages")
+    alternating = chat_folder(tmp_path / "alternating", "{{ messages[0].content }}")
+    rejects(
+        DataError, "a chat that starts with the assistant: ", {"messages": CHAT[2:]}, alternating, messages="messages"
+    )
     rejects(DataError, "no message of the assistant", {"messages": CHAT[:2]}, messages="messages")
     pair = {"q": "the cat", "a": " "}
     rejects(DataError, "row 0 has an empty answer", pair, prompt="q", answer="a")

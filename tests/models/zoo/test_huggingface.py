@@ -665,6 +665,12 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     refused(r"contains no safetensors \(no weights\)", old)
     refused("The folder /nowhere does not exist", "/nowhere")
     refused("cannot be loaded", "no-such-model")
+    own = {"hidden_size": 15, "num_attention_heads": 2}
+    refused("'opt' cannot be built: embed_dim must be divisible by num_heads", "opt", pretrained=False, config=own)
+    own = {"hidden_size": 16, "num_layers": 2, "num_heads": 2, "attention_types": [[["global", "local"], 2]]}
+    refused("'gpt_neo' cannot be built: .*: ValueError: ", "gpt_neo", pretrained=False, config=own)
+    own = {"hidden_size": 16, "n_layer": 1, "n_head": 2}
+    refused("'bloom' has no attention: sdpa. Remove", "bloom", pretrained=False, config=own, attention="sdpa")
     refused("lora has no option 'rank'", lora={"rank": 3})
     refused(r"lora.r=0 is not valid", lora={"r": 0})
     refused("lora must be a mapping", lora=3)
@@ -694,6 +700,11 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     refused("cannot be loaded", broken)
     with pytest.raises(ConfigError, match="has 24 tokens, but the tokenizer of the data has 257"):
         run(opt, texts, text={"columns": ["premise"], "tokenizer": "bytes"})
+    long = {"pretrained": False, "config": {**OPT, "vocab_size": 24, "max_position_embeddings": 8}}
+    with pytest.raises(ConfigError, match=r"longest text has 20 tokens\. If the .* fewer positions, set text\.block"):
+        ModelSpec(
+            resolve_model("hf:opt", (20,), 24, long, "language"), (20,), 24, input_dtype=torch.int64, per_token=True
+        )
     with pytest.raises(ConfigError, match="does not accept inputs of shape"):
         unskew.run(data="gaussians", model={"hf": str(opt)}, rounds=1, clients=2, partition="iid")
 

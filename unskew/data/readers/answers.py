@@ -10,6 +10,7 @@ import numpy as np
 
 from unskew.data.readers.tokenization import AnsweredText, Text, Tokenizer
 from unskew.errors import DataError, short_repr
+from unskew.tasks.classification import TRUNCATED
 
 LOG = logging.getLogger("unskew")
 PADDING = -1
@@ -64,11 +65,12 @@ def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, str]]]
             )
         for message in messages:
             entries = message if isinstance(message, Mapping) else {}
-            if entries.get("role") not in ROLES or not isinstance(entries.get("content"), str):
-                role = short_repr(entries.get("role"))
+            wrong = "role" if entries.get("role") not in ROLES else "content"
+            if wrong == "role" or not isinstance(entries.get("content"), str):
                 raise DataError(
-                    f"{where}: row {row} of the column {name!r} has a message with the role {role}. "
-                    f"A message has a role ({', '.join(ROLES)}) and a content, which is text."
+                    f"{where}: row {row} of the column {name!r} has a message with the {wrong} "
+                    f"{short_repr(entries.get(wrong))}. A message has a role ({', '.join(ROLES)}) and a content, which is "
+                    "text."
                 )
         if all(message["role"] != "assistant" for message in messages):
             raise DataError(
@@ -90,7 +92,8 @@ def cut_answered(
         where: Name of the data, for messages.
 
     Returns:
-        The inputs, the next tokens with -1 for those that do not count, and the index of each row's text.
+        The inputs, the next tokens with -1 for those that do not count, and the index of each row's text. One -2 instead of
+        -1 marks a text of which tokens that count are cut off.
 
     Raises:
         DataError: If no text has a target left.
@@ -100,15 +103,35 @@ def cut_answered(
     origin: list[int] = []
     truncated = 0
     for number, (ids, counts) in enumerate(texts):
-        truncated += any(counts[block:])
+        cut = any(counts[block:])
+        truncated += cut
         if any(counts[1:block]):
-            inputs.append(ids[:block][:-1])
-            pairs = zip(ids[1:block], counts[1:block], strict=True)
-            targets.append([token if counted else PADDING for token, counted in pairs])
+            x = ids[:block][:-1]
+            y = [token if counted else PADDING for token, counted in zip(ids[1:block], counts[1:block], strict=True)]
+            if cut and PADDING not in y:
+                x, y = [*x, PADDING], [*y, PADDING]
+            if cut:
+                y[y.index(PADDING)] = TRUNCATED
+            inputs.append(x)
+            targets.append(y)
             origin.append(number)
+    empty = sum(not any(counts[1:]) for _, counts in texts)
+    if empty == len(texts):
+        raise DataError(
+            f"{where}: the assistant says nothing in any text, so nothing can be learned. Fill in the messages of the "
+            "assistant, or check the generation blocks of the chat template."
+        )
     if not inputs:
         raise DataError(
             f"{where}: no text has an answer within its first {block} tokens. Set text.block to a larger number."
+        )
+    if empty:
+        LOG.warning(
+            "%s: the assistant says nothing in %d of %d texts, which are dropped. Fill in the messages of the assistant, or "
+            "remove these texts.",
+            where,
+            empty,
+            len(texts),
         )
     if truncated:
         LOG.warning(
@@ -118,7 +141,7 @@ def cut_answered(
             truncated,
             len(texts),
             block,
-            len(texts) - len(inputs),
+            len(texts) - len(inputs) - empty,
         )
     return inputs, targets, np.array(origin)
 

@@ -228,8 +228,9 @@ class HuggingFaceTokenizer:
         except Exception as error:  # a template may raise any error, such as that roles must alternate
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
             roles = ", ".join(message["role"] for message in chat)
+            what = f"a chat with the roles {roles}" if roles else "a chat that starts with the assistant"
             raise DataError(
-                f"The chat template of {self.name!r} rejects a chat with the roles {roles}: {reason}. Change these chats."
+                f"The chat template of {self.name!r} rejects {what}: {reason}. Change these chats."
             ) from error
 
     def _ids(self, *columns: list[str], **options: Any) -> list[list[int]]:

@@ -106,12 +106,11 @@ class CausalLM(TextModel):
         separates = x == SEPARATOR
         text = separates.cumsum(-1)
         index = torch.arange(x.shape[-1], device=x.device)
-        first = torch.where(separates, index + 1, 0).cummax(-1).values
         same = (text[:, :, None] == text[:, None, :]) & (index[:, None] >= index)
         # A separator attends to itself, because a softmax needs a key, and no token attends to it.
         seen = same & (~separates[:, None, :] | (index[:, None] == index))
         mask = torch.zeros_like(seen, dtype=self.net.dtype).masked_fill(~seen, torch.finfo(self.net.dtype).min)
-        return {"attention_mask": mask[:, None], "position_ids": (index - first).clamp_min(0)}
+        return {"attention_mask": mask[:, None], "position_ids": seen.sum(-1) - 1}
 
     def separate_texts(self) -> None:
         """Separate texts of one row at -2.

@@ -90,7 +90,7 @@ def hugging_face(
         )
     if size is not None and kind != "ImageClassification":
         raise ConfigError("size is only for image models. For the length of texts, set text.block.")
-    with quiet_transformers() as transformers, readable_hub_errors(weights):
+    with quiet_transformers() as transformers, readable_hub_errors(weights, transformers, pretrained):
         settings = load_configuration(transformers, weights, pretrained, config or {}, revision)
         if kind == "CausalLM":
             if not pretrained and "vocab_size" not in (config or {}) and is_architecture_name(transformers, weights):
@@ -322,20 +322,29 @@ def image_preprocessing(weights: str, settings: Any, revision: str | None, pretr
 
 
 @contextmanager
-def readable_hub_errors(weights: str) -> Iterator[None]:
-    """Context manager that uses the Hub only if it is reachable, and converts loading errors to readable messages."""
-    local = is_folder(weights)
+def readable_hub_errors(weights: str, transformers: Any, pretrained: bool) -> Iterator[None]:
+    """Context manager that uses the Hub only if it is needed and reachable, and converts errors to readable messages.
+
+    Args:
+        weights: Name or folder of the checkpoint, or name of an architecture.
+        transformers: Package ``transformers``.
+        pretrained: Whether the trained weights are loaded.
+    """
+    new = not pretrained and is_architecture_name(transformers, weights)
     try:
-        with nullcontext(True) if local else hub_or_cache() as reached:
+        with nullcontext(True) if new or is_folder(weights) else hub_or_cache() as reached:
             yield
     except ConfigError:
         raise
     except Exception as error:  # the Hub, the files and the model may raise any error
-        if not reached:
+        if not reached and isinstance(error, OSError):  # other errors are not due to missing files
             raise ConfigError(
                 f"The model {weights!r} cannot be loaded: {UNREACHABLE} use a folder that contains it."
             ) from error
+        if "scaled_dot_product_attention" in str(error):
+            raise ConfigError(f"The model {weights!r} has no attention: sdpa. Remove this option.") from error
         hint = ""
         if "safetensors" in str(error):
             hint = " If another revision on the Hub has them, set revision, or use a folder that contains safetensors."
-        raise ConfigError(f"The model {weights!r} cannot be loaded: {first_line(error)}.{hint}") from error
+        action = "built" if new else "loaded"
+        raise ConfigError(f"The model {weights!r} cannot be {action}: {first_line(error)}.{hint}") from error

@@ -109,5 +109,6 @@ def merge_lora(net: Any) -> Any:
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error message without its final period."""
-    return next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
+    """Return the first line of an error message without its final period; if it ends with a colon, with the next line."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
+    return " ".join(lines[: 2 if lines[0].endswith(":") else 1]).rstrip(".")
