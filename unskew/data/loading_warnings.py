@@ -59,7 +59,7 @@ class CachedLoader(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result, computed or cached."""
-        result, texts = self._cached(*args, **kwargs)
+        result, texts = self._cached(*args, **kwargs)  # type: ignore[arg-type]
         for text in texts:
             LOG.warning("%s", text)
         return result
