@@ -27,7 +27,7 @@ from unskew.data.federation import Federation
 from unskew.progress import PATIENCE, report_progress_to
 from unskew.records.recorder import Callback, Row
 from unskew.tasks.formatting import value_text
-from unskew.tasks.primary_metric import SCORES, metric_info, primary_metric_name, validation_metric_name
+from unskew.tasks.primary_metric import metric_info, primary_metric_name, validation_metric_name
 
 
 @contextmanager
@@ -154,8 +154,6 @@ class ProgressLine(Callback):
         """Advance the line and show the metric of the round."""
         log_event("round", run=self.title, **row)
         judge = metric_info(primary_metric_name(row) if self.objective == AUTO else self.objective)
-        if "perplexity" in row and judge.name in SCORES and not self.held_out:
-            judge = metric_info("loss")
         name, where = (validation_metric_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
         if row.get(name) is not None and self.global_model:
             text = f"{where} {judge.title} {value_text(judge, row[name])}"

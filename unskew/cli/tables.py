@@ -116,6 +116,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     )
     loss = "diverged" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, scored = objective_metric(summary), primary_metric_name(summary)
+    shown = metric_of(summary, client_metric_name(judge.name, scored))
     kept_score = summary.get(f"kept_{judge.name}")
     errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
     score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
@@ -130,7 +131,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         text = f"{value_text(judge, kept_score)}{interval_suffix(summary, f'kept_{judge.name}')}"
         lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
     lines += [
-        (f"{label}, on {summary['clients_evaluated_on']}", clients_text(summary, whose))
+        (f"{label}, on {summary['clients_evaluated_on']}", f"{shown.title}: {clients_text(summary, whose)}")
         for whose, label in EVALUATED.items()
         if f"{whose}_{scored}_mean" in summary
     ]
@@ -155,9 +156,12 @@ def summary_table(summary: dict[str, Any]) -> Table:
             f"{format_number(summary['perplexity'])}, next-token accuracy {format_percent(summary['accuracy'])}%, "
             f"exact match {format_percent(summary['exact_match'])}%"
         )
+        by_loss = judge.name == "loss"
+        when = f", round {summary['best_round']}" if by_loss else ""
         lines[:2] = [
+            *([] if by_loss else [(f"test {judge.title}, last round", score), lines[1]]),
             ("test loss, last round", f"{loss} nats per token  (perplexity {more})"),
-            ("test loss, best round", f"{best_loss}  (perplexity {best_perplexity})"),
+            ("test loss, best round", f"{best_loss}  (perplexity {best_perplexity}{when})"),
         ]
     if summary.get("micro_f1") is not None:
         lines[2:2] = [

@@ -45,13 +45,21 @@ def log_event(event: str, **fields: Any) -> None:
 
 
 class NoticePrinter(logging.Handler):
-    """Logging handler that prints notices of the package to standard error, except with ``--quiet``."""
+    """Logging handler that prints each notice of the package once to standard error; with ``--quiet``, only warnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.printed: set[str] = set()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print one notice."""
-        log_event("notice", text=record.getMessage())
-        if not LOUDNESS.quiet:
-            print(f"unskew: {record.getMessage()}", file=sys.stderr)
+        text = record.getMessage()
+        if text in self.printed:  # data that are loaded again, for example for another seed
+            return
+        self.printed.add(text)
+        log_event("notice", text=text)
+        if record.levelno >= logging.WARNING or not LOUDNESS.quiet:
+            print(f"unskew: {text}", file=sys.stderr)
 
 
 MIN_COLUMNS = 20

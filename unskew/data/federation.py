@@ -81,7 +81,7 @@ class Federation:
         name: Name of the data set, for tables and records.
         partition: Name of the data partition, for tables and records.
         fingerprint: Hash of the assignment of samples to clients; every run records it.
-        text_groups: Rows per client and group ``[K, G]`` with the group names, if a column decided the partition of
+        text_groups: Training rows per client and group ``[K, G]`` with the group names, if a column decided the partition of
             texts.
         columns: Role of each column of a table: ``"input"``, ``"label"``, ``"left out: text"``, ...
         client_names: Distinct client names, in order; empty if the clients have no names.
@@ -98,6 +98,7 @@ class Federation:
         split_group: Column whose values are never split between training and held-out rows (``split_by``); None if there
             is none.
         counts_known: Whether the clients' labels give the class counts of each client; not at a server that sees only sums.
+        warnings: Warnings that were logged while the data were loaded; every run records them.
     """
 
     clients: Sequence[ClientData]
@@ -122,6 +123,7 @@ class Federation:
     unseen_names: tuple[str, ...] = ()
     split_group: str | None = None
     counts_known: bool = True
+    warnings: tuple[str, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
         check_integer(self.classes, "classes", least=1)

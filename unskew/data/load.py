@@ -14,6 +14,7 @@ from unskew.config_fields import validate_fields
 from unskew.data.federation import Federation
 from unskew.data.from_arrays import check_integer, num_training_samples
 from unskew.data.harmonized_source import check_harmonize, harmonizable, harmonized
+from unskew.data.loading_warnings import collect_warnings
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import make_partition
 from unskew.data.partitioned import PartitionedSource
@@ -72,11 +73,14 @@ def federation_of(spec: DataSpec, seed: int) -> Federation:
         ConfigError: If fields contradict each other.
         DataError: If the data do not match the fields or are not valid.
     """
-    partitioned = load_partitioned(spec, seed)
-    if spec.unseen:
-        return split_partitioned(partitioned, spec.unseen)
-    partitioned = harmonized(partitioned)
-    return partitioned.federation(partitioned.known())
+    with collect_warnings() as texts:
+        partitioned = load_partitioned(spec, seed)
+        if spec.unseen:
+            federation = split_partitioned(partitioned, spec.unseen)
+        else:
+            partitioned = harmonized(partitioned)
+            federation = partitioned.federation(partitioned.known())
+    return replace(federation, warnings=tuple(texts))
 
 
 def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -17,6 +18,7 @@ from unskew.data.federation import Federation, ServerData
 from unskew.data.harmonize import Harmonization
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
+from unskew.data.packing import pack_rows
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
 from unskew.data.readers.column_roles import LABEL
@@ -29,7 +31,7 @@ from unskew.data.readers.encoders import (
     values_of,
 )
 from unskew.data.readers.tables import SampleTable, Source, fit_normalization
-from unskew.data.spec import DataSpec, parse_split
+from unskew.data.spec import DataSpec, TextSpec, parse_split
 from unskew.data.target_scaling import fitted_task, task_with_moments
 from unskew.sums.base import ClientRows, Computed
 from unskew.sums.exchange import Exchange, SimulatedExchange
@@ -88,7 +90,30 @@ class PartitionedSource:
         start, split, stop = int(self.parts.offsets[k]), int(self.splits[k]), int(self.parts.offsets[k + 1])
         first, held_out = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
-        return SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
+        parts = SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
+        return packed_if_requested(parts[0], self.spec.text), packed_if_requested(parts[1], self.spec.text)
+
+    def packed(self) -> PartitionedSource:
+        """Return the same data with packed texts; texts are joined only within training, held-out or test data."""
+        bounds = np.sort(np.concatenate([self.parts.offsets, self.splits])).tolist()
+        pack = partial(packed_if_requested, text=self.spec.text)
+        tables = [pack(self.train.rows(self.rows[start:stop].numpy())) for start, stop in pairwise(bounds)]
+        offsets = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
+        train = SampleTable(
+            torch.cat([table.x for table in tables]),
+            torch.cat([table.y for table in tables]),
+            {name: np.concatenate([table.columns[name] for table in tables]) for name in self.train.columns},
+        )
+        server = None if self.at_server is None else pack(SampleTable(self.at_server.x, self.at_server.y, {}))
+        return replace(
+            self,
+            train=train,
+            test=pack(self.test),
+            at_server=None if server is None else ServerData(server.x, server.y),
+            parts=replace(self.parts, order=np.arange(len(train)), offsets=offsets[::2]),
+            rows=torch.arange(len(train)),
+            splits=offsets[1::2],
+        )
 
     def only(self, ids: np.ndarray) -> PartitionedSource:
         """Return the same data with only some of the clients, which are numbered from 0.
@@ -143,6 +168,10 @@ class PartitionedSource:
 
     def federation(self, known: GlobalStats) -> Federation:
         """Build the federation, with inputs and targets transformed by the global statistics."""
+        if self.spec.text.pack:
+            single = self.spec.model_copy(update={"text": self.spec.text.model_copy(update={"pack": False})})
+            federation = replace(self.packed(), spec=single).federation(known)
+            return replace(federation, fingerprint=self.parts.fingerprint)
         source = self.source
         train = self.train
         test = self.test
@@ -183,7 +212,7 @@ class PartitionedSource:
             partition=self.parts.name,
             fingerprint=self.parts.fingerprint,
             client_names=self.parts.names,
-            text_groups=rows_per_value(self.parts, train, self.spec.partition) if TASKS[source.task].tokens else None,
+            text_groups=rows_per_value(self) if TASKS[source.task].tokens else None,
             columns=source.columns,
             encoders=() if known.columns is None else known.columns.encoders,
             trained_for=task,
@@ -192,6 +221,19 @@ class PartitionedSource:
             missing=missing,
             split_group=None if self.spec.split_by is None else parse_split(self.spec.split_by).group,
         )
+
+
+def packed_if_requested(texts: SampleTable, text: TextSpec) -> SampleTable:
+    """Return a table whose rows have several of the texts each, with the columns of the first, if ``text.pack`` is set.
+
+    Args:
+        texts: Table with a text in each row.
+        text: Options of texts.
+    """
+    if not text.pack:
+        return texts
+    x, y, first = pack_rows(texts.x, texts.y, text.block - 1)
+    return SampleTable(x, y, {name: values[first] for name, values in texts.columns.items()})
 
 
 def target_names(source: Source) -> tuple[str, ...]:
@@ -232,19 +274,16 @@ def rows_of_table(source: Source, x: Tensor, y: Tensor, rows: np.ndarray) -> Cli
     )
 
 
-def rows_per_value(
-    parts: Partition, train: SampleTable, partition: object
-) -> tuple[np.ndarray, tuple[str, ...]] | None:
-    """Count rows per client and value of the column by which the data are partitioned.
+def rows_per_value(drawn: PartitionedSource) -> tuple[np.ndarray, tuple[str, ...]] | None:
+    """Count training rows per client and value of the column by which the data are partitioned.
 
     Args:
-        parts: The data partition.
-        train: Training samples.
-        partition: Partition expression or object.
+        drawn: Partitioned samples.
 
     Returns:
         Counts ``[K, G]`` and the ``G`` values; None without such a column or with more than 100 values.
     """
+    partition = drawn.spec.partition
     column = (
         parse_partition(partition)[1]
         if isinstance(partition, str) and partition.startswith(("natural:", "sorted:"))
@@ -252,8 +291,11 @@ def rows_per_value(
     )
     if not column:
         return None
-    names, values = np.unique(get_column(train.columns, column, "partition").astype(str), return_inverse=True)
+    names, values = np.unique(get_column(drawn.train.columns, column, "partition").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
-    counts = [np.bincount(values.reshape(-1)[parts.indices(k)], minlength=len(names)) for k in range(parts.clients)]
+    training = (
+        drawn.rows[start:stop].numpy() for start, stop in zip(drawn.parts.offsets[:-1], drawn.splits, strict=True)
+    )
+    counts = [np.bincount(values.reshape(-1)[rows], minlength=len(names)) for rows in training]
     return np.stack(counts), tuple(names.tolist())

@@ -179,11 +179,15 @@ class Recorder:
 
     def warn(self, text: str) -> None:
         """Append a warning to ``warnings.txt`` and notify the user."""
+        self.write_warning(text)
+        notify_warning(self.callbacks, text)
+
+    def write_warning(self, text: str) -> None:
+        """Append a warning that the user has already seen to ``warnings.txt``."""
         if self._path is not None:
             when = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
             line = f"{when} after round {len(self.history)}: {' '.join(text.split())}\n"
             append_text(self._path.with_name("warnings.txt"), line)
-        notify_warning(self.callbacks, text)
 
     def check_folder(self) -> None:
         """Check that the run folder is still the one in which the run started.

@@ -81,6 +81,8 @@ class Session:
                     f"early_stopping judges the global model, but with {sync.name} clients keep parts of their models, so "
                     "the run may end too early. Remove early_stopping, or compare personal metrics for several rounds."
                 )
+            for text in () if resume else parts.prepared.federation.warnings:
+                self.recorder.write_warning(text)
             for text in texts:
                 self.recorder.warn(text)
             if start < config.rounds and (reason := self._stop_reason()) is not None:

@@ -115,11 +115,9 @@ def test_each_client_has_perplexity_and_exact_match_of_both_models(tmp_path):
             assert 0 <= row[f"{own}exact_match"] <= row[f"{own}accuracy"] * row["num_held_out"]
 
 
-def test_bytes_end_an_answer_and_long_answers_are_truncated(tmp_path, monkeypatch):
+def test_bytes_end_an_answer_and_long_answers_are_truncated(tmp_path):
     some = [{"q": "ab", "a": "cd"}, {"q": "ab", "a": "cdefgh"}, {"q": "abcdefgh", "a": "c"}] * 5
     path = write_jsonl(tmp_path / "qa.jsonl", some)
-    warnings = []
-    monkeypatch.setattr(answers.LOG, "warning", lambda text, *values: warnings.append(text % values))
     fed = load(path, "bytes", prompt="q", answer="a", block=8)
     pairs = {(tuple(x.tolist()), tuple(y.tolist())) for x, y in zip(fed.clients[0].x, fed.clients[0].y, strict=True)}
     start = (256, *b"ab\n")
@@ -127,8 +125,8 @@ def test_bytes_end_an_answer_and_long_answers_are_truncated(tmp_path, monkeypatc
         ((*start, *b"cd", -1), (-1, -1, -1, *b"cd", 256, -1)),
         ((*start, *b"cde"), (-2, -1, -1, *b"cdef")),
     }
-    assert warnings[0].startswith("qa, the training rows: 10 of 15 answers do not end within the first 8 tokens")
-    assert "5 of them are dropped" in warnings[0]
+    assert fed.warnings[0].startswith("qa, the training rows: 10 of 15 answers do not end within the first 8 tokens")
+    assert "5 of them are dropped" in fed.warnings[0]
     with pytest.raises(DataError, match=r"no text has an answer within its first 4 tokens\. Set text\.block"):
         load(path, "bytes", prompt="q", answer="a", block=4)
 

@@ -1,6 +1,5 @@
 """Several texts in one row: the same loss and gradient as of single rows, and no row of two clients."""
 
-import numpy as np
 import pytest
 import torch
 from support.tiny import OPT, write_jsonl
@@ -8,15 +7,13 @@ from support.tolerance import assert_close, near
 
 import unskew
 from unskew.data.load import load_federation
-from unskew.data.readers.answers import pack_rows
-from unskew.data.readers.text import pad_rows
+from unskew.data.packing import SEPARATOR, pack_rows
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, BoundModel
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
 from unskew.tasks.registry import TASKS
 
-SEPARATOR = -2
 ROWS = [{"q": "ab"[: n % 3], "a": "xyz"[n % 3] * (1 + n % 5), "site": "xyz"[n % 3]} for n in range(36)]
 LLAMA = {
     "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -46,17 +43,58 @@ def gradient(name, config, x, y, dtype, packed):
     return function(spec.flatten(), Batch(x, y, torch.zeros(2), torch.tensor(0))), float(model.loss)
 
 
-def test_rows_are_joined_in_order_within_their_group():
-    xs, ys, first = pack_rows(
-        [[1, 2], [3], [4, 5], [6], [7, 8, 9]],
-        [[-1, 3], [4], [5, 6], [7], [8, 9, 10]],
-        np.array([0, 1, 1, 2, 3]),
-        ["a", "b", "a", "a"],
-        5,
+def test_rows_are_joined_in_order():
+    x = torch.tensor([[1, 2, -1], [6, -1, -1], [3, -1, -1], [7, 8, 9], [4, 5, -1]])
+    y = torch.tensor([[-1, 3, -1], [7, -1, -1], [4, -1, -1], [8, 9, 10], [5, 6, -1]])
+    xs, ys, first = pack_rows(x, y, 5)
+    assert xs.tolist() == [[1, 2, SEPARATOR, 6, -1], [3, SEPARATOR, 7, 8, 9], [4, 5, -1, -1, -1]]
+    assert ys.tolist() == [[-1, 3, -1, 7, -1], [4, -1, 8, 9, 10], [5, 6, -1, -1, -1]]
+    assert first.tolist() == [0, 2, 4]
+
+
+def texts_of(x, y):
+    """The texts in rows, each as its inputs and targets, sorted."""
+    found = []
+    for inputs, targets in zip(x.tolist(), y.tolist(), strict=True):
+        text = []
+        for pair in [*zip(inputs, targets, strict=True), (SEPARATOR, -1)]:
+            if pair[0] >= 0:
+                text.append(pair)
+            elif text:
+                found.append(text)
+                text = []
+    return sorted(found)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"partition": "natural:site"},
+        {"partition": "iid", "clients": 2, "server_data": 2, "reserve_test_samples": 3, "max_train_samples": 20},
+        {"partition": "natural:site", "split_by": "group", "unseen": ("z",)},
+        {"partition": "natural:site", "split_by": "time:day"},
+    ],
+    ids=["natural", "server", "unseen", "time"],
+)
+def test_packing_changes_neither_clients_nor_held_out_nor_test_texts(options, tmp_path):
+    rows = [{**row, "group": n % 9, "day": n} for n, row in enumerate(ROWS)]
+    path = write_jsonl(tmp_path / "rows.jsonl", rows)
+    text = {"prompt": "q", "answer": "a", "tokenizer": "bytes", "block": 30}
+    single, packed = (
+        load_federation(f"text:{path}", text={**text, "pack": pack}, holdout=0.3, **options) for pack in (False, True)
     )
-    assert xs == [[1, 2, SEPARATOR, 6], [3, SEPARATOR, 4, 5], [7, 8, 9]]
-    assert ys == [[-1, 3, -1, 7], [4, -1, 5, 6], [8, 9, 10]]
-    assert first.tolist() == [0, 1, 3]
+    assert packed.fingerprint == single.fingerprint
+    assert packed.client_names == single.client_names
+    assert texts_of(*packed.test) == texts_of(*single.test)
+    assert len(packed.test[0]) < len(single.test[0])
+    pairs = [*zip(single.clients, packed.clients, strict=True), *zip(single.unseen, packed.unseen, strict=True)]
+    for before, after in pairs:
+        assert texts_of(after.x, after.y) == texts_of(before.x, before.y)
+        assert texts_of(after.x_test, after.y_test) == texts_of(before.x_test, before.y_test) != []
+    if single.server is not None:
+        assert texts_of(packed.server.x, packed.server.y) == texts_of(single.server.x, single.server.y)
+    if packed.text_groups is not None:
+        assert (packed.text_groups[0].sum(1) == packed.sizes).all()
 
 
 @pytest.mark.parametrize("text", [{"prompt": "q", "answer": "a"}, {"columns": ("a",)}])
@@ -77,11 +115,8 @@ def test_no_row_has_texts_of_two_clients(text, tmp_path):
 def test_packed_rows_have_the_loss_and_gradient_of_single_rows(name, config, dtype, tmp_path):
     client = load(tmp_path, prompt="q", answer="a").clients[0]
     x, y = client.x, client.y
-    inputs = [row[row >= 0].tolist() for row in x]
-    targets = [row[: len(ids)].tolist() for row, ids in zip(y, inputs, strict=True)]
-    xs, ys, _ = pack_rows(inputs, targets, np.arange(len(inputs)), [()] * len(inputs), 29)
-    assert len(xs) < len(inputs) / 2
-    joined_x, joined_y = pad_rows([xs])[0], pad_rows([ys])[0]
+    joined_x, joined_y, first = pack_rows(x, y, 29)
+    assert len(first) < len(x) / 2
     expected, loss = gradient(name, config, x, y, dtype, False)
     found, other = gradient(name, config, joined_x, joined_y, dtype, True)
     assert other == near(loss, dtype=dtype)
@@ -110,5 +145,5 @@ def test_packing_rejects_models_and_data_that_cannot_separate_texts(tmp_path):
             data=f"text:{path}", text=text, partition="natural:site", rounds=1, model="hf:bloom",
             model_options={"pretrained": False, "config": bloom},
         )  # fmt: skip
-    with pytest.raises(ConfigError, match="neither texts with a label nor rows that split_by orders"):
+    with pytest.raises(ConfigError, match="label is for classification"):
         load_federation(f"text:{path}", label="site", text={"columns": "a", "tokenizer": "bytes", "pack": True})

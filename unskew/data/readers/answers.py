@@ -8,14 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from unskew.data.packing import PADDING
 from unskew.data.readers.tokenization import AnsweredText, Text, Tokenizer
 from unskew.errors import DataError, short_repr
 from unskew.tasks.classification import TRUNCATED
 
 LOG = logging.getLogger("unskew")
-PADDING = -1
-SEPARATOR = -2
-"""Input between two texts of one row, which attend only to themselves."""
 ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -144,32 +142,3 @@ def cut_answered(
             len(texts) - len(inputs) - empty,
         )
     return inputs, targets, np.array(origin)
-
-
-def pack_rows(
-    inputs: Sequence[list[int]], targets: Sequence[list[int]], origin: np.ndarray, groups: Sequence[object], most: int
-) -> tuple[list[list[int]], list[list[int]], np.ndarray]:
-    """Join short rows of the same group in order, as long as they fit, with a separator between two of them.
-
-    Args:
-        inputs: Inputs of each row.
-        targets: Targets of each row.
-        origin: Index of each row's text.
-        groups: Group of each text.
-        most: Maximum length of a joined row.
-
-    Returns:
-        Inputs and targets of the joined rows, and the index of the first text of each.
-    """
-    packed: list[tuple[list[int], list[int], int]] = []
-    current: dict[object, tuple[list[int], list[int], int]] = {}
-    for x, y, text in zip(inputs, targets, origin.tolist(), strict=True):
-        row = current.get(groups[text])
-        if row is not None and len(row[0]) + 1 + len(x) <= most:
-            row[0].extend((SEPARATOR, *x))
-            row[1].extend((PADDING, *y))
-        else:
-            current[groups[text]] = row = ([*x], [*y], text)
-            packed.append(row)
-    xs, ys, first = zip(*packed, strict=True)
-    return [*xs], [*ys], np.array(first)

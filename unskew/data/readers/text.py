@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 
 from unskew.data.csv_format import DETECTED, CsvSpec
-from unskew.data.readers.answers import PADDING, cut_answered, encode_answers, pack_rows, read_chats
+from unskew.data.loading_warnings import CachedLoader
+from unskew.data.packing import PADDING
+from unskew.data.readers.answers import cut_answered, encode_answers, read_chats
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
@@ -33,9 +35,10 @@ from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sentences import sentences
 from unskew.data.spec import Split, TextSpec
 from unskew.data.validation import check_classes
-from unskew.errors import ConfigError, DataError, unknown_name
+from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.progress import report_progress
 
+LOG = logging.getLogger("unskew")
 TEXTS = ("multi_nli", "sentences", "text")
 PAIR = ("premise", "hypothesis")
 MULTI_NLI = HubDataset("nyu-mll/multi_nli", None, "", "label", test="validation_matched")
@@ -71,7 +74,7 @@ def load_texts(
             answers are targets.
         csv: Format of CSV files.
         split: Columns of the split into training and test rows, or None.
-        divides: Column that decides the partition, whose values are never joined in one row; or None.
+        divides: Column that decides the partition, for a warning if all rows of a value are dropped; or None.
 
     Raises:
         ConfigError: If an argument is missing, or arguments contradict each other.
@@ -100,16 +103,23 @@ def load_texts(
             f"label={label} is for the classification of texts, but {' and '.join(text.used_columns)} are for a language "
             "model. Remove one of them."
         )
-    if text.pack and (label is not None or (split is not None and split.time is not None)):
+    if text.pack and label is not None:
         raise ConfigError(
-            "text.pack joins texts of a language model, and neither texts with a label nor rows that split_by orders by "
-            "time. Remove one of them."
+            "text.pack joins texts of a language model, but label is for classification. Remove one of them."
         )
-    together = tuple(c for c in (divides, *(split or ())) if c is not None) if text.pack else ()
     where, folder = absolute_path(path), Path(text.tokenizer).expanduser()
     tokenizer_stamp = files_stamp(folder) if folder.is_dir() else None
-    request = TextRequest(name, where, label, text, csv, split, together)
-    return load_cached(request, files_stamp(where), tokenizer_stamp)
+    request = TextRequest(name, where, label, text.model_copy(update={"pack": False}), csv, split)
+    source, lost = load_cached(request, files_stamp(where), tokenizer_stamp)
+    if divides is not None and lost.get(divides):
+        LOG.warning(
+            "%s: all texts of %s (column %s) are dropped, because no token that counts remains, so the partition has no data "
+            "of them. Set text.block to a larger number, or remove these rows.",
+            source.name,
+            abbreviate(lost[divides]),
+            divides,
+        )
+    return source
 
 
 class TextRequest(NamedTuple):
@@ -121,21 +131,22 @@ class TextRequest(NamedTuple):
     text: TextSpec
     csv: CsvSpec
     split: Split | None
-    together: tuple[str, ...]
 
 
-@lru_cache(maxsize=2)
-def load_cached(
+def load_and_tokenize(
     request: TextRequest, stamp: tuple[int, int, int], tokenizer_stamp: tuple[int, int, int] | None
-) -> Source:
-    """Load and tokenize a text data set, with a cache whose key includes the stamps, so that changes are detected.
+) -> tuple[Source, dict[str, list[str]]]:
+    """Load and tokenize a text data set; a function for a cache, whose key includes the stamps to detect changes.
 
     Args:
         request: Arguments of ``load_texts``.
         stamp: Stamp of the data files.
         tokenizer_stamp: Stamp of the tokenizer's folder, or None.
+
+    Returns:
+        The data set, and by column the values all of whose training rows were dropped.
     """
-    kind, path, label, text, csv, split, together = request
+    kind, path, label, text, csv, split = request
     columns, block = text.used_columns, text.block
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
     uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
@@ -152,20 +163,15 @@ def load_cached(
     tokens = make_tokenizer(str(text.tokenizer))
     beside = [metadata_columns(part, {*own, label}) for part in parts.values()]
     names: tuple[str, ...] = ("texts",)
-    if text.answers_only or text.pack:
+    if text.answers_only:
         cut = [marked_rows(part, text, own, tokens, f"{name}, {where}") for where, part in parts.items()]
-        if text.pack:
-            groups = [
-                row_groups(further, together, part.num_rows)
-                for further, part in zip(beside, parts.values(), strict=True)
-            ]
-            cut = [pack_rows(*rows, own_groups, block - 1) for rows, own_groups in zip(cut, groups, strict=True)]
         inputs, targets = pad_rows([x for x, _, _ in cut]), pad_rows([y for _, y, _ in cut])
         tables = [
             SampleTable(x, y, {n: values[origin] for n, values in further.items()})
             for x, y, (_, _, origin), further in zip(inputs, targets, cut, beside, strict=True)
         ]
-        return Source(name, *train_test_tables(tables, split), names, tokens.size, "language")
+        lost = lost_values(beside[0], cut[0][2])
+        return Source(name, *train_test_tables(tables, split), names, tokens.size, "language"), lost
     texts = {where: row_texts(part, own, f"{name}, {where}") for where, part in parts.items()}
     if label is None:
         rows = {where: cut_blocks(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
@@ -175,6 +181,7 @@ def load_cached(
             for ids, (_, origin), further in zip(filled, rows.values(), beside, strict=True)
         ]
         classes, task = tokens.size, "language"
+        lost = lost_values(beside[0], next(iter(rows.values()))[1])
     else:
         labels = read_labels(
             {f"{name}, {where}": part.column(label) for where, part in parts.items()},
@@ -189,9 +196,14 @@ def load_cached(
         names = labels.names
         classes = len(labels.names)
         task = labels.task
+        lost = {}
         check_classes(names, name, task)
         check_class_indices(tables, classes, label, name)
-    return Source(name, *train_test_tables(tables, split), names, classes, task)
+    return Source(name, *train_test_tables(tables, split), names, classes, task), lost
+
+
+load_cached = CachedLoader(load_and_tokenize, size=2)
+"""Loads and tokenizes a text data set, with a cache of the two most recent ones."""
 
 
 def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) -> tuple[dict[str, Any], str]:
@@ -270,16 +282,18 @@ def cut_blocks(texts: list[Text], tokenizer: Tokenizer, block: int, where: str) 
     return rows, np.array(origin)
 
 
-def row_groups(columns: Mapping[str, np.ndarray], names: Sequence[str], rows: int) -> list[object]:
-    """Return the values of some columns in each row, as far as the columns exist.
+def lost_values(columns: Mapping[str, np.ndarray], origin: np.ndarray) -> dict[str, list[str]]:
+    """Return the values of each column that no remaining row has; columns without such values are omitted.
 
     Args:
-        columns: All columns by name.
-        names: Names of the columns.
-        rows: Number of rows.
+        columns: Columns of all texts by name.
+        origin: Index of each remaining row's text.
     """
-    values = [columns[name].tolist() for name in names if name in columns]
-    return [*zip(*values, strict=True)] if values else [()] * rows
+    lost = {}
+    for name, values in columns.items():
+        if len(set(origin.tolist())) < len(values):
+            lost[name] = sorted({*map(str, values.tolist())} - {*map(str, values[origin].tolist())})
+    return {name: values for name, values in lost.items() if values}
 
 
 def marked_rows(
@@ -296,11 +310,8 @@ def marked_rows(
     """
     if text.messages is not None:
         encoded = tokenizer.chats(read_chats(table.column(text.messages), text.messages, where))
-    elif text.answer is not None:
-        encoded = encode_answers(row_texts(table, columns, where), tokenizer, where)
     else:
-        rows, origin = cut_blocks(row_texts(table, columns, where), tokenizer, text.block, where)
-        return [ids[:-1] for ids in rows], [ids[1:] for ids in rows], origin
+        encoded = encode_answers(row_texts(table, columns, where), tokenizer, where)
     return cut_answered(encoded, text.block, where)
 
 

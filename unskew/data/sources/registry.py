@@ -11,7 +11,7 @@ import difflib
 import logging
 import re
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,6 +20,7 @@ import numpy as np
 from unskew import plugins
 from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.frames import check_same_index, read_classes
+from unskew.data.loading_warnings import CachedLoader
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.files import (
     HubDataset,
@@ -306,15 +307,18 @@ class SourceRequest(NamedTuple):
     masks: Segmentation
 
 
-@lru_cache(maxsize=4)
-def load_cached(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
-    """Load and decode a source, with a cache.
+def load_and_decode(request: SourceRequest, stamp: tuple[int, int, int]) -> Source:
+    """Load and decode a source; a function for a cache.
 
     Args:
         request: Arguments of ``load_source``.
         stamp: Stamp of the files, part of the cache key so that changes are detected.
     """
     return load_uncached(request).sized(request.size).first(request.classes).described()
+
+
+load_cached = CachedLoader(load_and_decode, size=4)
+"""Loads and decodes a source, with a cache."""
 
 
 def draw_rows(table: Any, count: int, name: str) -> Any:

@@ -16,12 +16,12 @@ from unskew.data.federation import ClientData, Federation
 from unskew.data.load import load_partitioned, load_source_for, task_options
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import Partition
-from unskew.data.partitioned import PartitionedSource, rows_of_table
+from unskew.data.partitioned import PartitionedSource, packed_if_requested, rows_of_table
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.encoders import Encoder, FittedEncoders
 from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.sources.registry import load_source
-from unskew.data.spec import DataSpec, parse_split
+from unskew.data.spec import DataSpec, TextSpec, parse_split
 from unskew.data.task_options import apply_task_options
 from unskew.deployment.common.client_view import SingleClientView
 from unskew.deployment.common.data_schema import DataSchema, reference_schema
@@ -164,7 +164,7 @@ def schema_from_own_data(samples: SiteData, config: Experiment) -> DataSchema:
     source, first = replace(samples.source, trained_for=samples.source.objective.of_one_site), samples.train
     rows = np.arange(len(first))
     parts = Partition(rows, np.array([0, len(rows)]), "alone")
-    spec = config.data_spec.model_copy(update={"partition": "iid"})
+    spec = config.data_spec.model_copy(update={"partition": "iid", "text": TextSpec()})  # texts are packed already
     split_at, ids = parts.offsets[1:], torch.from_numpy(rows)
     partitioned = PartitionedSource(spec, spec, 0, source, first, samples.held, None, parts, ids, split_at)
     return reference_schema(partitioned, config)
@@ -216,7 +216,8 @@ def load_site_data(
         )
         source = load_source_for(spec)
     who = f"The site {config.name}"
-    return SiteData(config.client, experiment.clients, who, source.train, source.test, source)
+    train, test = (packed_if_requested(part, experiment.text) for part in (source.train, source.test))
+    return SiteData(config.client, experiment.clients, who, train, test, source)
 
 
 def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:

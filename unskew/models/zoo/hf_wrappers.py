@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from unskew.data.readers.answers import SEPARATOR
+from unskew.data.packing import SEPARATOR
 from unskew.errors import ConfigError, explain_missing
 from unskew.models.keyed_dropout import FunctionalDropout, KeyedDropout
 from unskew.models.zoo.hf_options import LoadingOptions

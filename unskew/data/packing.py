@@ -1,0 +1,41 @@
+"""Packing: several short texts of a language model in one row, in which each attends only to itself."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+PADDING = -1
+SEPARATOR = -2
+"""Input between two texts of one row, which attend only to themselves."""
+
+
+def pack_rows(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor, np.ndarray]:
+    """Join short texts in order, as long as they fit, with a separator between two of them.
+
+    Args:
+        x: Token ids, ``[n, L]``, padded with -1 at the end.
+        y: Next tokens, ``[n, L]``; -1 for those that do not count.
+        width: Length of a joined row, at least that of the longest text.
+
+    Returns:
+        Inputs and targets of the joined rows, ``[m, width]``, and the index of the first text of each, ``[m]``.
+    """
+    lengths = (x != PADDING).sum(1).tolist()
+    row_of, starts, first = [], [], []
+    end = width  # the first text begins a row
+    for number, length in enumerate(lengths):
+        if end + 1 + length > width:
+            first.append(number)
+            end = -1
+        row_of.append(len(first) - 1)
+        starts.append(end + 1)
+        end += 1 + length
+    joined_x, joined_y = (torch.full((len(first), width), PADDING, dtype=torch.int64) for _ in "xy")
+    for number, (row, start, length) in enumerate(zip(row_of, starts, lengths, strict=True)):
+        if start:
+            joined_x[row, start - 1] = SEPARATOR
+        joined_x[row, start : start + length] = x[number, :length]
+        joined_y[row, start : start + length] = y[number, :length]
+    return joined_x, joined_y, np.array(first, np.int64)
