@@ -88,7 +88,9 @@ class LoopPlace:
             if masked:
                 site = {"roster": str(folder / "roster.txt"), **site}
             (place / "experiment.yaml").write_text(agreed)
-            (place / "site.yaml").write_text(yaml.safe_dump({"name": f"site-{client}", "client": client, **site}))
+            # Sites have few samples.
+            values = {"name": f"site-{client}", "client": client, "statistics": {"min_count": 1}, **site}
+            (place / "site.yaml").write_text(yaml.safe_dump(values))
             self.sites.append(SiteProcess(place / "site.yaml", log=lambda line: None))
         self.link = LoopLink(self.sites)
 

@@ -115,7 +115,7 @@ def test_a_site_rejects_what_its_method_does_not_send(entry, tensor, why, values
 
 
 def test_a_site_reports_no_losses_on_few_samples(tmp_path):
-    place = LoopPlace(tmp_path, {**TINY, **FOMO, "max_train_samples": 30})
+    place = LoopPlace(tmp_path, {**TINY, **FOMO, "max_train_samples": 30}, statistics={"min_count": 10})
     deployed(tmp_path, place, **FOMO, max_train_samples=30)
     replies = [frame for _, frame in place.link.received if frame.kind in ("update", "refused")]
     assert {reply.kind for reply in replies} == {"refused"}
