@@ -79,11 +79,12 @@ def prepare_streams() -> None:
 
 
 def print_notices() -> None:
-    """Install the handler for notices, such as the detected format of a file."""
+    """Install the handler for notices of a command, such as the detected format of a file."""
     logger = logging.getLogger("unskew")
-    if not any(isinstance(handler, NoticePrinter) for handler in logger.handlers):
-        logger.addHandler(NoticePrinter())
-        logger.setLevel(logging.INFO)
+    for handler in [handler for handler in logger.handlers if isinstance(handler, NoticePrinter)]:
+        logger.removeHandler(handler)
+    logger.addHandler(NoticePrinter())
+    logger.setLevel(logging.INFO)
 
 
 def normalize_global_flags(words: list[str]) -> list[str]:
