@@ -35,8 +35,9 @@ def pytest_collection_finish(session):
 
 
 def pytest_runtest_setup():
-    """Remove the handlers that imported libraries add to the root logger, which would receive messages of later tests."""
-    logging.getLogger().handlers.clear()
+    """Remove the handlers that imported libraries and commands have added, which would receive messages of later tests."""
+    for name in (None, "unskew"):
+        logging.getLogger(name).handlers.clear()
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -158,7 +158,12 @@ class WireContext:
 
 
 def has_shape(tensor: Tensor, shape: Shape) -> bool:
-    """Return whether a tensor has a shape, in which ranges list several sizes."""
+    """Return whether a tensor has a shape, in which ranges list several sizes.
+
+    Args:
+        tensor: Any tensor.
+        shape: Size of each dimension.
+    """
     return tensor.dim() == len(shape) and all(
         size in part if isinstance(part, range) else size == part
         for size, part in zip(tensor.shape, shape, strict=True)
