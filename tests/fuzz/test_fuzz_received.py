@@ -71,13 +71,13 @@ def commands(sent):
             ("resume", seed, "--rounds", 2),
             ("compare", IMAGES, "--seeds", "0", "--data", "digits", *compare, "--out", sent / "compared", "--resume"),
             ("report", sent / "compared"),
-            ("watch", sent / "compared", "--once", "page.html"),
+            ("watch", sent / "compared", "--once", sent / "page.html"),
         ],
         "run": [
             ("resume", sent / "run", "--rounds", 2),
             ("predict", sent / "run", "rows.npz", "--out", sent / "run" / "p.csv"),
             ("report", sent / "run"),
-            ("watch", sent / "run", "--once", "page.html"),
+            ("watch", sent / "run", "--once", sent / "page.html"),
             ("export", sent / "run", "--format", "torch"),
         ],
         "deployed": [
@@ -85,7 +85,7 @@ def commands(sent):
             ("deploy", "status", sent / "deployed" / "run"),
             ("deploy", "stop", sent / "deployed" / "run"),
             ("deploy", "log", sent / "deployed" / "run", "--verify"),
-            ("watch", sent / "deployed" / "run", "--once", "page.html"),
+            ("watch", sent / "deployed" / "run", "--once", sent / "page.html"),
         ],
     }
 
