@@ -12,8 +12,9 @@ import json
 import math
 import statistics
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,8 @@ from unskew.reproduction.tables import markdown
 VIEWS: tuple[View, ...] = ("global", "clients")
 SUITES, OTHER_SUITE = ("skew", "cifar10"), "advice"
 """Suites that are the evidence of the advice, and the suite on which the advice is scored in addition."""
+FEWEST = 10
+"""Number of federations on which a method must have been run to be part of the evidence."""
 PATH, PAGE = Path("unskew/diagnosis/evidence.json"), Path("docs/results/advice.md")
 START, OTHER_START = "<!-- scores -->", "<!-- scores of other federations -->"
 END = "<!-- end -->"
@@ -136,16 +139,39 @@ def measured_federation(runs: SuiteRuns, results: FederationResults) -> Measured
     return MeasuredFederation(results.federation.name, results.federation.title, rounded, gains, decided, traffic)
 
 
+def without_methods(federation: MeasuredFederation, names: Collection[str]) -> MeasuredFederation:
+    """Return a measured federation without some methods.
+
+    Args:
+        federation: Measured federation.
+        names: Method expressions to leave out.
+    """
+    return replace(
+        federation,
+        gains={
+            view: {name: gain for name, gain in own.items() if name not in names}
+            for view, own in federation.gains.items()
+        },
+        decided={view: [name for name in own if name not in names] for view, own in federation.decided.items()},
+        traffic={name: value for name, value in federation.traffic.items() if name not in names},
+    )
+
+
 def collect(runs: Sequence[SuiteRuns], other_runs: SuiteRuns) -> dict[str, Any]:
     """Return the content of the evidence file.
 
     Args:
         runs: Units of the suites that are the evidence.
-        other_runs: Units of the suite on which the advice is scored in addition.
+        other_runs: Units of the suite on which the advice is scored in addition; federations with missing units are left
+            out.
     """
     results = [(of_suite, own) for of_suite in runs for own in read_results(of_suite)]
-    evidence = [measured_federation(of_suite, own) for of_suite, own in results]
-    others = [measured_federation(other_runs, own) for own in read_results(other_runs)]
+    counts = Counter(name for _, own in results for name in (*own.outcomes, *own.not_applicable))
+    few = [name for name, count in counts.items() if count < min(FEWEST, len(results))]
+    evidence = [without_methods(measured_federation(of_suite, own), few) for of_suite, own in results]
+    unfinished = {unit.federation for unit in {*other_runs.units()} - other_runs.stored().keys()}
+    finished = [own for own in read_results(other_runs) if own.federation.name not in unfinished]
+    others = [measured_federation(other_runs, own) for own in finished]
     tuning = [gain.mean for _, own in results if (gain := own.tuning_gain("global")) is not None]
     scores = {view: summarize_scores(score_leaving_out(evidence, view)) for view in VIEWS}
     return {

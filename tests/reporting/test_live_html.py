@@ -4,13 +4,13 @@ import re
 
 import pytest
 
-from unskew.reporting.live_html import axis_ticks, draw_curve, escaped, html_table
+from unskew.reporting.live_html import axis_ticks, draw_curve, escaped, scrolling_table
 
 
 def test_texts_are_escaped_and_shortened():
     assert escaped("<b>\"'&") == "&lt;b&gt;&quot;&#x27;&amp;"
     assert len(escaped("x" * 100_000)) < 400
-    table = html_table("key", "a < b", ["<th>"], [["<td>"]])
+    table = scrolling_table("key", "a < b", ["<th>"], [["<td>"]])
     assert table.count("&lt;") == 4  # the caption is also the label of the region
     assert '<th scope="col">' in table
 

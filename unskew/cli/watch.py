@@ -19,7 +19,7 @@ def watch(
     """Show runs in progress and finished runs on a local page: curves, clients, traffic, time left and log.
 
     Options:
-        folder: Run folder, or folder that contains run folders; new runs appear by themselves.
+        folder: Run folder, or folder that contains run folders; new runs appear automatically.
         port: Port of the page; 0 chooses a free one.
         once: Write the page as it is now to this HTML file, and start no server.
     """

@@ -299,14 +299,13 @@ class Experiment(DataSpec):
         return self
 
     def _check_diagnoses(self) -> None:
-        others = [name for name in self.diagnose if name not in DIAGNOSES]
-        if others:
+        if not {*self.diagnose} <= {*DIAGNOSES}:
             from unskew.methods.descriptions import own_diagnostics
 
-            known = own_diagnostics()
-            for name in others:
-                if name not in known:
-                    raise ValueError(unknown_name("diagnostic", name, [*DIAGNOSES, *known]).rstrip("."))
+            known = [*DIAGNOSES, *own_diagnostics()]
+            unknown = [name for name in self.diagnose if name not in known]
+            if unknown:
+                raise ValueError(unknown_name("diagnostic", unknown[0], known).rstrip("."))
 
     def _check_metrics(self) -> None:
         """Validate the names of metrics and objective, and the range of the target."""

@@ -22,7 +22,7 @@ def federation_html(
 ) -> str:
     """Return a paragraph, a table of the first clients with their classes, and a table of columns.
 
-    No inputs are loaded, so there is no table of clients that load their data when they are sampled.
+    Inputs are not loaded. Clients that load their data when they are sampled are omitted.
 
     Args:
         title: Text of the paragraph.

@@ -235,7 +235,7 @@ class TextSpec(Section):
 
     @property
     def answers_only(self) -> bool:
-        """Whether only a part of each text counts: the answer, or what an assistant says."""
+        """True if only the answers, or the messages of an assistant, count."""
         return self.answer is not None or self.messages is not None
 
     @pydantic.model_validator(mode="after")

@@ -33,7 +33,7 @@ def describe_method(name: str) -> dict[str, Any]:
         name: Name or import path of the method.
 
     Raises:
-        ConfigError: If there is no such method, or a plugin cannot be loaded.
+        ConfigError: If the method does not exist, or a plugin cannot be loaded.
     """
     cls = rule_class(name)
     try:

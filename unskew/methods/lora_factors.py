@@ -50,7 +50,7 @@ class FactorProducts(ClientRule, SyncRule, AggregateRule):
 
     needs = ("individual",)
     merges: ClassVar[bool] = True
-    """Whether the server adds products to the weights, which are then part of the exchanged model."""
+    """True if the server adds products to the weights, so that the exchanged model includes them."""
     conflict: ClassVar[str]
     """Reason why clients' updates and own models mean something else than in other methods, for errors."""
 

@@ -45,7 +45,7 @@ class OwnModels(ClientRule, SyncRule, ServerRule):
     trains_global_model: ClassVar[bool] = False
     averaging = "none"
     exchange: ClassVar[str]
-    """What clients send and receive, for warnings: a clause such as "clients send ..."."""
+    """Clause for warnings on the content of messages, such as "clients send ..."."""
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that need a common model, or that encode updates."""

@@ -34,7 +34,7 @@ def cells(texts: Iterable[str], name: str) -> str:
     return "".join(f"<{name}{scope}>{escaped(text)}</{name}>" for text in texts)
 
 
-def html_table(key: str, caption: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+def scrolling_table(key: str, caption: str, columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a table that scrolls, also with the keyboard.
 
     Args:
@@ -111,11 +111,11 @@ def run_details(run: LiveRun, most: int = POINTS) -> str:
     curves = []
     for index, (title, points) in enumerate(run.curves(most).items()):
         values = [(str(round_number), f"{value:.6g}") for round_number, value in points]
-        table = html_table(f"values-{run.number}-{index}", title, ("round", "value"), values)
+        table = scrolling_table(f"values-{run.number}-{index}", title, ("round", "value"), values)
         table = f'<details id="more-{run.number}-{index}"><summary>Values</summary>{table}</details>'
         curves.append(f"<div><h3>{escaped(title)}</h3>{draw_curve(points, title)}{table}</div>")
     columns, rows = run.client_table()
-    clients = html_table(f"clients-{run.number}", f"{len(rows)} clients, worst first", columns, rows)
+    clients = scrolling_table(f"clients-{run.number}", f"{len(rows)} clients, worst first", columns, rows)
     if not rows:
         clients = '<p class="soft">Clients are evaluated at the end of the run.</p>'
     log = "\n".join(map(escaped, run.log())) or "No warnings or events."

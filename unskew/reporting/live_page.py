@@ -99,7 +99,7 @@ class LiveRuns:
                 self._waiting.pop()
 
     def details(self, number: int) -> str | None:
-        """Return curves, clients and log of a run as HTML; None if there is no such run.
+        """Return curves, clients and log of a run as HTML; None if the run does not exist.
 
         Args:
             number: Number of the run.

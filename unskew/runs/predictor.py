@@ -43,7 +43,7 @@ class Predictor(NotebookTable):
         ]
 
     def _shown(self) -> list[dict[str, object]]:
-        """Return a row for each input column, or one for inputs that are no columns."""
+        """Return a row for each input column, or one for inputs that are not columns."""
         columns = {column.name: column for column in self.inputs.columns}
         rows: list[dict[str, object]] = []
         for name in columns or self.inputs.features:

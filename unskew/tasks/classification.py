@@ -22,7 +22,7 @@ from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES, MetricSet, Statisti
 NOTHING = -1
 """Target of positions without a next token, such as the end of a text."""
 TRUNCATED = -2
-"""Target that has no loss and marks a text whose answer is truncated, so that it is no exact match."""
+"""Target that has no loss and marks a text whose answer is truncated, so that it is not an exact match."""
 TRANSFORMERS_PADDING = -100
 """Target of such positions in the package transformers, and there also the padding of token ids."""
 MOST_RECALLS = 10
@@ -323,7 +323,7 @@ class LanguageModeling(Task):
     Logits are ``[B, L, V]``. Accuracy is the share of correctly predicted tokens. Positions without a target, such as
     padding or the prompt of an answer, are ignored. The additional metrics are the perplexity ``exp(loss)`` and the exact
     match, the share of texts all of whose targets have the largest logit, given the true tokens before them (teacher
-    forcing). A text with the target -2, which means that its answer is truncated, is no match.
+    forcing). A text with the target -2, which means that its answer is truncated, is not a match.
     """
 
     name: ClassVar[str] = "language"

@@ -52,7 +52,7 @@ class TaskTargets:
 
     @property
     def exclusive(self) -> bool:
-        """Whether no sample counts for several labels."""
+        """True if no sample counts for several labels."""
         return "one_class" in self.provides or "counts" not in self.provides
 
     def recoded(self, y: Tensor, who: str) -> Tensor:

@@ -47,7 +47,7 @@ class Tokenizer(Protocol):
             chats: Messages of each chat, with the entries ``role`` and ``content``.
 
         Raises:
-            DataError: If there is no chat template, or it does not fit the messages.
+            DataError: If the tokenizer has no chat template, or the template does not fit the messages.
         """
 
     def join(self, texts: Sequence[Text]) -> list[list[int]]:
@@ -66,7 +66,7 @@ class OwnTokenizer:
     """Base class of tokenizers that need no download and have no chat template."""
 
     def chats(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[AnsweredText]:
-        """Raise ``DataError``, because there is no chat template."""
+        """Raise ``DataError``, because these tokenizers have no chat template."""
         raise DataError(
             "text.messages requires a tokenizer with a chat template. Set text.tokenizer to that of a chat model, or use "
             "text.prompt and text.answer."
@@ -191,7 +191,7 @@ class HuggingFaceTokenizer:
             chats: Messages of each chat, with the entries ``role`` and ``content``.
 
         Raises:
-            DataError: If there is no chat template, or it does not fit the messages.
+            DataError: If the tokenizer has no chat template, or the template does not fit the messages.
         """
         if not self.tokenizer.chat_template:
             raise DataError(

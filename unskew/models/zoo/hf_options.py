@@ -41,7 +41,7 @@ class LoadingOptions:
             pretrained: Whether weights are loaded.
 
         Raises:
-            ConfigError: If there are no frozen weights, or 4-bit weights are not loaded, or their package is missing.
+            ConfigError: If no weights are frozen, or 4-bit weights are not loaded, or their package is missing.
         """
         if self.base_dtype != "float32" and not lora:
             raise ConfigError(
