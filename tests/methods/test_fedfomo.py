@@ -122,6 +122,15 @@ def test_copies_of_one_better_model_are_that_model_and_worse_models_change_nothi
     assert rule.begin(context([3.0, 5.0, 2.0], 1.0, [2.0, 2.1, 9.0, np.inf]))[START].tolist() == [1.0]
 
 
+@pytest.mark.parametrize("side", [-1, 1])
+def test_a_model_that_differs_from_the_baseline_by_rounding_has_no_gain(side):
+    """Its loss and its distance are noise, whose quotient could be any number; from the baseline 0.1 only 3 is mixed."""
+    near = np.nextafter(0.1, np.inf if side > 0 else -np.inf)
+    carry = FedFomo().begin(context([near, 3.0], 0.0, [2.0, 2.5, np.nextafter(2.0, 0), 1.0], start=0.1))
+    assert carry["gains"].tolist() == [0.0, 1 / 2.9]
+    assert carry[START].tolist() == [3.0]
+
+
 def test_if_all_models_are_worse_it_is_local_training_on_the_remaining_samples(tmp_path, monkeypatch):
     """Clients whose losses of other models count a thousandfold, against local training on the rest of their samples."""
 

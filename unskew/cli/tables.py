@@ -130,8 +130,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if kept_score is not None:
         text = f"{value_text(judge, kept_score)}{interval_suffix(summary, f'kept_{judge.name}')}"
         lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
+    evaluated_on = summary["clients_evaluated_on"]
     lines += [
-        (f"{label}, on {summary['clients_evaluated_on']}", f"{shown.title}: {clients_text(summary, whose)}")
+        (label, f"evaluated on {evaluated_on}")
+        if summary[f"{whose}_{scored}_mean"] is None
+        else (f"{label}, on {evaluated_on}", f"{shown.title}: {clients_text(summary, whose)}")
         for whose, label in EVALUATED.items()
         if f"{whose}_{scored}_mean" in summary
     ]

@@ -41,6 +41,9 @@ from unskew.seeding import fold, uniform
 PURPOSE = 12
 """Separates the draws of models from other draws with the server's key."""
 
+ROUNDINGS = 8
+"""Rounding errors, relative to the norm of the baseline, below which a model counts as equal to it."""
+
 
 @dataclass(frozen=True)
 class FedFomo(StoredModels):
@@ -105,11 +108,14 @@ class FedFomo(StoredModels):
             return {}
         baseline, models = self.candidates(ctx)
         loss = ctx.survey["loss"] / ctx.survey["count"]
-        gains = (loss[0] - loss[1:]) / torch.linalg.vector_norm(models - baseline, dim=1)
-        gains = torch.where(gains.isfinite(), gains, 0.0)  # a distance of 0, or a model that diverged
+        distances = torch.linalg.vector_norm(models - baseline, dim=1)
+        gains = (loss[0] - loss[1:]) / distances
+        # A model that equals the baseline but for rounding, as after a mixture of one model, has no gain but noise.
+        rounding = ROUNDINGS * torch.finfo(baseline.dtype).eps * torch.linalg.vector_norm(baseline)
+        gains = torch.where(gains.isfinite() & (distances > rounding), gains, 0.0)  # not finite: a model that diverged
         weights = gains.clamp_min(0)
         total = weights.sum()
-        mixture = weights @ models / torch.where(total > 0, total, 1.0)
+        mixture = (weights / torch.where(total > 0, total, 1.0)) @ models
         others = len(ctx.download["models"])
         return {START: torch.where(total > 0, mixture, ctx.v_global), "gains": gains[-others:]}
 
