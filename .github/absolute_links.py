@@ -1,4 +1,4 @@
-"""Make the links of README.md absolute, because PyPI shows it outside of the repository: ``absolute_links.py v0.2.0``.
+"""Make the links of README.md absolute, because PyPI shows it outside of the repository: ``absolute_links.py v0.3.0``.
 
 The release workflow runs this before it builds the package. Links lead to the files of the tag.
 """
@@ -32,5 +32,5 @@ def with_absolute_links(text: str, tag: str) -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) != 2:
-        raise SystemExit("Name the tag of the release: absolute_links.py v0.2.0")
+        raise SystemExit("Name the tag of the release: absolute_links.py v0.3.0")
     README.write_text(with_absolute_links(README.read_text(), sys.argv[1]))
