@@ -10,13 +10,14 @@ CLAIMS = (RESULTS / "claims.md").read_text(encoding="utf-8")
 JOBS = {row[0] for row in table((ROOT / "speed" / "gpu_jobs" / "README.md").read_text(encoding="utf-8"))}
 PAPERS = [row for row in table(section(CLAIMS, "Claims of the papers")) if row[-1]]
 OURS = table(section(CLAIMS, "Claims of unskew"))
+NOT_MEASURED = re.compile(r"\]\([^)]*\)|`[^`]*`|\b(jobs?|tables?|figures?) \w+((, | and )[\dA]\w*(\.\d)?)*", re.I)
+NUMBER = re.compile(r"(?<![\w.)-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?: ± \d[\d.]*\d)?")
 OPENING = "What holds, what does not, what is open"
 
 
 def numbers(text):
     """Return the numbers of a text as they are written, without code, targets of links and numbers of tables and jobs."""
-    text = re.sub(r"\]\([^)]*\)|`[^`]*`|\b(jobs?|tables?|figures?) \w+((, | and )[\dA]\w*(\.\d)?)*", "", text, flags=re.I)
-    return set(re.findall(r"(?<![\w.)-])[+-]?\d+(?:,\d{3})*(?:\.\d+)?(?:e-\d+)?(?: ± \d[\d.]*\d)?", text.replace("−", "-")))
+    return set(NUMBER.findall(NOT_MEASURED.sub("", text).replace("−", "-")))
 
 
 def readings(found):
