@@ -1,5 +1,6 @@
 """The page of claims, and the first sections of the result pages, say only what the sections behind them say."""
 
+import json
 import re
 
 import pytest
@@ -88,3 +89,23 @@ def test_the_first_section_of_a_paper_s_page_has_the_numbers_of_the_rest(name):
     theory = RESULTS / f"{name}-theory.md"
     rest = text.replace(opening, "") + (theory.read_text(encoding="utf-8") if theory.is_file() else "")
     assert numbers(opening) <= readings(numbers(rest))
+
+
+@pytest.mark.parametrize("setting", ["A", "B", "resnet", "table"])
+def test_speeds_of_the_libraries_are_the_stored_medians(setting):
+    peers = json.loads((ROOT / "results" / f"peers-{setting}.json").read_text(encoding="utf-8"))["peers"]
+    rows = table(sections(RESULTS / "speed.md")["peers"].split(f"--setting {setting}", 1)[1].split("\n\n", 1)[1])
+    stored = [(f"{peer['rounds_per_s']:.2f}", *(f"{end:.2f}" for end in peer["range"])) for peer in peers.values()]
+    assert [tuple(re.findall(r"\d+\.\d\d", row[2])) for row in rows] == stored
+
+
+def test_times_on_the_gpu_are_the_stored_ones():
+    lines = (ROOT / "results" / "gpu" / "2026-11-26-h100.jsonl").read_text(encoding="utf-8").splitlines()
+    stored = {row["name"]: row.get("ms") for row in map(json.loads, lines)}
+    columns = ("eager", "how=graphs", "how=resident", "how=inline", "processes=1 tf32=0", "processes=5 tf32=0")
+    rows = table(sections(DOCS / "engines.md")["gpus"])
+    for setting, row in zip(("A", "B", "pfl"), rows, strict=True):
+        for column, cell in zip(columns, row[1:], strict=True):
+            measured = stored.get(f"{setting} {column}")
+            assert bool(cell) == (measured is not None)
+            assert not cell or abs(float(cell) - measured) <= 0.5 * 10 ** -len(cell.partition(".")[2]) + 1e-9
