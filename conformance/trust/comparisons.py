@@ -115,7 +115,8 @@ ACCOUNTANTS = [
         changed_output="rdp, our orders",
         slow=True,
     ),
-    Comparison("opacus", "epsilon, PRV upper bound", "prv", SAMPLED, _prv, 1e-9, slow=True),
+    # Rounding errors of its Fourier transforms, about 1e-16, count relative to delta; other versions of NumPy round otherwise.
+    Comparison("opacus", "epsilon, PRV upper bound", "prv", SAMPLED, _prv, 1e-8, slow=True),
     Comparison(
         "dp_accounting",
         "epsilon, RDP",

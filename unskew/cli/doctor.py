@@ -39,7 +39,7 @@ FEATURES = {
 """Extras of ``pyproject.toml`` and the feature that each enables."""
 COMMANDS = {"flower": "pip install --constraint constraints-deploy.txt 'unskew[flower,hub]'"}
 """Commands of extras that ``pip install 'unskew[EXTRA]'`` does not install."""
-TESTED_TORCH = ((2, 8), (2, 13))
+TESTED_TORCH = ((2, 8), (2, 15))
 """Lowest and highest tested version of PyTorch."""
 MIN_FREE = 256 << 20
 """Bytes that should be free for temporary files and for shared memory."""
