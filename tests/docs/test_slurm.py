@@ -1,4 +1,4 @@
-"""The scripts of the page on clusters, with replacements for Slurm's commands."""
+"""Scripts of the page on clusters, with replacements for Slurm's commands."""
 
 import contextlib
 import json

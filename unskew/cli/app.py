@@ -26,7 +26,6 @@ from unskew.cli.common import (
     EngineName,
     LocalSites,
     Parallel,
-    PartOfWork,
     References,
     Rounds,
     Sets,
@@ -126,7 +125,7 @@ def compare(
     out: Path | None = None,
     again: Annotated[bool, typer.Option("--resume")] = False,
     parallel: Parallel = None,
-    part: PartOfWork = None,
+    part: Annotated[str | None, typer.Option(metavar="I/N")] = None,
     references: References = None,
     budget: Annotated[float | None, typer.Option(metavar="MINUTES")] = None,
     leave_out: Annotated[bool, typer.Option("--leave-one-out")] = False,
@@ -140,6 +139,7 @@ def compare(
             files, each with a method.
         out: Output folder (default: runs/compare-DATA).
         again: Resume the comparison in --out, reusing finished runs.
+        part: Execute only part I of N of the runs, in an --out that the other parts share; --resume completes the comparison.
         budget: Start nothing if all runs are estimated to take longer.
         leave_out: Also train without each client in turn, or without each of those in --unseen, and evaluate on it.
     """

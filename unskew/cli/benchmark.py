@@ -11,7 +11,6 @@ from unskew.cli.common import (
     AsJson,
     DataPath,
     Parallel,
-    PartOfWork,
     TrustCode,
     console_for,
     exit_on_signal,
@@ -34,7 +33,7 @@ def benchmark(
     data_path: DataPath = None,
     results: Path = Path("results/benchmark"),
     parallel: Parallel = "1",
-    part: PartOfWork = None,
+    part: Annotated[str | None, typer.Option(metavar="I/N")] = None,
     listing: Annotated[bool, typer.Option("--list")] = False,
     estimate: bool = False,
     show: bool = False,
@@ -49,6 +48,7 @@ def benchmark(
         federations: Run only this federation. Repeatable.
         methods: Run only this method. Repeatable.
         results: Folder of the outcomes.
+        part: Run only part I of N of the units, in a --results that the other parts share; print no tables.
         listing: List the federations and methods, and missing files.
         estimate: Only estimate the time.
         show: Show the stored outcomes without running anything.

@@ -63,15 +63,6 @@ Parallel = Annotated[
         "with the engine vectorized, the default on a GPU (1 switches it off).",
     ),
 ]
-PartOfWork = Annotated[
-    str | None,
-    typer.Option(
-        "--part",
-        metavar="I/N",
-        help="Execute only part I of N, on several machines at the same time; without it, the same command then completes "
-        "the tables.",
-    ),
-]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
