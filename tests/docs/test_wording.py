@@ -81,7 +81,7 @@ OF_PROGRAMS = """
 --constraint --extra-index-url --no-build-isolation --no-deps --require-hashes --requirement
 --fl-bench --pfllib --idle --iterations --minutes --only --pages --quick --setting --size
 """
-"""Flags of unskew itself, Slurm, Ray, Flower, MLflow, pip, and of the scripts in ``speed``, ``conformance`` and ``examples``."""
+"""Flags of unskew, Slurm, Ray, Flower, MLflow, pip, and of the scripts in ``speed``, ``conformance`` and ``examples``."""
 
 
 def test_messages_and_pages_name_only_flags_that_exist():
