@@ -47,6 +47,7 @@ exit $status
 SRUN = r"""#!/bin/bash
 # srun [OPTIONS] COMMAND: run the tasks side by side. Node 1 is the head; --exclude leaves it out. The node of the array
 # task FAKE_DEAD_TASK is dead.
+[ "$SRUN_CPUS_PER_TASK" = "$SLURM_CPUS_PER_TASK" ] || { echo "srun: the step has one core" >&2; exit 1; }
 [ -n "$FAKE_DEAD_TASK" ] && [ "$FAKE_DEAD_TASK" = "$SLURM_ARRAY_TASK_ID" ] && exit 1
 tasks=1; first=1
 while [[ "$1" == --* ]]; do
