@@ -1,4 +1,4 @@
-# unskew with its tested versions and Ray, for the nodes of a cluster; runs as a user without rights.
+# unskew with its tested versions, for the nodes of a cluster (Ray or Slurm); runs as a user without rights.
 # docker build --tag unskew .
 FROM python:3.11-slim
 
@@ -10,7 +10,7 @@ COPY --chown=ray unskew ./unskew
 # PyTorch's build without CUDA is a fifth of the size; leave the index out for nodes with an accelerator.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir --constraint constraints.txt --index-url "$TORCH_INDEX" torch \
- && pip install --no-cache-dir --constraint constraints.txt '.[hub,ray]'
+ && pip install --no-cache-dir --constraint constraints.txt '.[hub,ray,report,tune]'
 
 USER 1000
 ENV PYTHONUNBUFFERED=1

@@ -115,7 +115,7 @@ ACCOUNTANTS = [
         changed_output="rdp, our orders",
         slow=True,
     ),
-    # Rounding errors of its Fourier transforms, about 1e-16, count relative to delta; other versions of NumPy round otherwise.
+    # Rounding of its Fourier transforms, about 1e-16, counts relative to delta and differs between versions of NumPy.
     Comparison("opacus", "epsilon, PRV upper bound", "prv", SAMPLED, _prv, 1e-8, slow=True),
     Comparison(
         "dp_accounting",

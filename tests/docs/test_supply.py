@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import os
 import re
+import subprocess
 import tomllib
 
 import pytest
@@ -68,6 +70,58 @@ def test_every_supported_python_has_a_job():
     assert workflows["test"]["jobs"]["linux"]["strategy"]["matrix"]["python"] == listed
     assert workflows["release"]["jobs"]["test"]["strategy"]["matrix"]["python"] == listed
     assert project["requires-python"] == f">={listed[0]}"
+
+
+def image_jobs():
+    workflows = [
+        yaml.safe_load((ROOT / ".github" / "workflows" / f"{name}.yml").read_text()) for name in ("image", "release")
+    ]
+    return workflows[0]["jobs"]["image"], workflows[1]["jobs"]
+
+
+def test_the_image_of_a_release_is_tested_as_in_pull_requests():
+    in_pull_requests, release = image_jobs()
+    commands, released = (
+        [step["run"] for step in job["steps"] if "run" in step] for job in (in_pull_requests, release["image"])
+    )
+    assert (
+        released[: len(commands)]
+        == commands
+        == ["docker build --tag unskew .", "docker run --rm unskew run --rounds 2 --local-steps 1"]
+    )
+    assert "image" in release["pypi"]["needs"]
+    assert release["ghcr"]["needs"] == "pypi"
+    assert release["ghcr"]["permissions"] == {"packages": "write"}
+    assert [name for name, job in release.items() if "packages" in job.get("permissions", {})] == ["ghcr"]
+    workflow = (ROOT / ".github" / "workflows" / "image.yml").read_text()
+    copied = re.findall(r"^!(\S+)", (ROOT / ".dockerignore").read_text(), re.M)
+    assert {"pyproject.toml", "constraints.txt"} <= {*copied}
+    for name in ("Dockerfile", ".dockerignore", "pyproject.toml", "constraints.txt"):
+        assert (ROOT / name).is_file()
+        assert name in re.search(r"paths: \[(.*)\]", workflow)[1].split(", ")
+
+
+def test_a_release_pushes_the_tested_image_with_its_version(tmp_path):
+    """The script of the workflow, with a docker that writes down what it is called with."""
+    _, release = image_jobs()
+    saved = release["image"]["steps"][-2]["run"]
+    pushed = release["ghcr"]["steps"][-1]
+    (tmp_path / "docker").write_text('#!/bin/bash\necho "$@" >> called\nif [ "$1" = login ]; then cat >> called; fi\n')
+    (tmp_path / "docker").chmod(0o755)
+    given = {"ACTOR": "someone", "REPOSITORY": "Unskew/unskew", "TAG": "v1.2.3", "TOKEN": "a-token"}
+    assert set(pushed["env"]) == set(given)
+    environment = {**os.environ, **given, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for script in (saved, pushed["run"]):
+        subprocess.run(["bash", "-e", "-c", script], cwd=tmp_path, env=environment, check=True)
+    assert (tmp_path / "called").read_text().splitlines() == [
+        "save unskew",
+        "load --input image.tar.gz",
+        "tag unskew ghcr.io/unskew/unskew:1.2.3",
+        "login ghcr.io --username someone --password-stdin",
+        "a-token",
+        "push ghcr.io/unskew/unskew:1.2.3",
+        "logout ghcr.io",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -74,14 +74,14 @@ def flags_of(command):
 OF_PROGRAMS = """
 --help --version --quiet --verbose --log-json --install-completion --show-completion
 --array --block --cpus-per-task --exclude --ip-address --job-name --nodelist --nodes --ntasks
---ntasks-per-node --num-cpus --overlap --time
+--dependency --ntasks-per-node --num-cpus --overlap --parsable --time --wrap
 --address --head --port --host --generate --node-ip-address --object-store-memory
 --auth-supernode-private-key --database --disable-runtime-dependency-installation --enable-supernode-auth --node-config
 --root-certificates --run-config --ssl-ca-certfile --ssl-certfile --ssl-keyfile --backend-store-uri
 --constraint --extra-index-url --no-build-isolation --no-deps --require-hashes --requirement
 --fl-bench --pfllib --idle --iterations --minutes --only --pages --quick --setting --size
 """
-"""Flags of unskew itself, Ray, Flower, MLflow, pip, and of the scripts in ``speed``, ``conformance`` and ``examples``."""
+"""Flags of unskew, Slurm, Ray, Flower, MLflow, pip, and of the scripts in ``speed``, ``conformance`` and ``examples``."""
 
 
 def test_messages_and_pages_name_only_flags_that_exist():

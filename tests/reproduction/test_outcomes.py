@@ -1,6 +1,8 @@
 """Outcomes are found by the identity of a run, also by versions whose configuration has more fields."""
 
+import json
 import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -13,10 +15,12 @@ from unskew.reproduction.outcomes import (
     append_outcome,
     experiment_hash,
     identity_hash,
+    merge_outcomes,
     read_outcome,
     run_identity,
     store_outcome,
     stored_outcomes,
+    write_outcome,
 )
 
 RUNS = Path(__file__).parents[2] / "results" / "runs"
@@ -106,6 +110,45 @@ def test_several_processes_append_to_one_file(tmp_path):
         assert worker.exitcode == 0
     assert len(stored_outcomes(tmp_path)) == 60
     assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+
+
+def write_many(folder, worker):
+    for number in range(20):
+        write_outcome(folder, "table", {"study": "s", "worker": worker, "number": number}, {"text": "x" * 20_000})
+        stored_outcomes(folder)  # also while the files of others are moved
+
+
+@pytest.mark.slow
+def test_files_of_single_runs_are_merged_while_several_processes_write_them(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    workers = [context.Process(target=write_many, args=(tmp_path, worker)) for worker in range(3)]
+    for worker in workers:
+        worker.start()
+    while any(worker.is_alive() for worker in workers):
+        merge_outcomes(tmp_path, "table", [])
+        time.sleep(0.02)
+    assert [worker.exitcode for worker in workers] == [0, 0, 0]
+    merge_outcomes(tmp_path, "table", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+    assert len((tmp_path / "table.jsonl").read_text().splitlines()) == len(stored_outcomes(tmp_path)) == 60
+
+
+def test_files_of_single_runs_are_merged_in_the_given_order_and_once(tmp_path):
+    runs = [{"study": "s", "number": number} for number in range(4)]
+    append_outcome(tmp_path, "table", runs[0], {"text": "first"})
+    for table, run in (("table", runs[3]), ("table", runs[1]), ("table", runs[2]), ("table.2", runs[1])):
+        write_outcome(tmp_path, table, run, {"text": table})
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    assert len(stored_outcomes(tmp_path)) == 4
+    merge_outcomes(tmp_path, "table", [identity_hash(runs[2]), identity_hash(runs[3]), identity_hash(runs[1])])
+    lines = (tmp_path / "table.jsonl").read_text().splitlines()
+    assert [json.loads(line)["run"]["number"] for line in lines] == [0, 2, 3, 1]
+    assert len(list(tmp_path.iterdir())) == 2  # the file of the other table stays
+    for path, content in before.items():
+        if path.name != "table.jsonl":
+            path.write_bytes(content)  # as if the command had been killed before it removed the files
+    merge_outcomes(tmp_path, "table", [])
+    assert (tmp_path / "table.jsonl").read_text().splitlines() == lines
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from unskew.runs import session
 
 TESTS = str(Path(__file__).parents[1])
 STARTS = {"run", "run_experiment", "compare", "resume", "tune", "diagnose", "leave_one_out", "audit", "carry_out"}
+STARTS |= {"compare_part"}
 STARTS |= {"check_unskew"}  # of the GPU jobs
 STARTS |= {"check_rule", "check_engine", "check_data", "check_model"}  # of unskew.testing
 STARTS |= {"call", "main", "Process", "Popen", "exec"}  # commands, processes, and the code of pages

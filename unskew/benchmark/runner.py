@@ -1,7 +1,8 @@
 """Execution of a benchmark suite: one unit per federation and method, which tunes the method and runs fresh seeds.
 
 Each finished unit is appended to the JSON Lines file of its federation, with everything that determines its numbers. Run
-the suite again to continue: stored units are not repeated.
+the suite again to continue: stored units are not repeated. Units of a part (``--part``) have files of their own, because
+several machines may write at the same time; the next command without ``--part`` moves them to the file of the federation.
 """
 
 from __future__ import annotations
@@ -22,9 +23,18 @@ from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
-from unskew.reproduction.outcomes import Outcome, append_outcome, identity_hash, read_outcome, stored_outcomes
+from unskew.reproduction.outcomes import (
+    Outcome,
+    append_outcome,
+    identity_hash,
+    merge_outcomes,
+    read_outcome,
+    stored_outcomes,
+    write_outcome,
+)
 from unskew.runs.cost import estimate
 from unskew.runs.parallel import execute_jobs, num_parallel_jobs
+from unskew.runs.parts import Part
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
@@ -98,6 +108,34 @@ class SuiteRuns:
                     if name in suite.untuned:
                         chosen.append(Unit(federation.name, name, 1))
         return chosen
+
+    def units_of_part(self, units: Sequence[Unit], part: Part) -> list[Unit]:
+        """Return the units of a part, federation by federation, with similar numbers of runs in all parts.
+
+        References are in the part of the baseline's unit, whose options they use.
+
+        Args:
+            units: Units of all parts, finished or not.
+            part: Part to execute.
+        """
+        groups: dict[Unit, list[Unit]] = {}
+        for name in self.federations:
+            baseline = self.tuned_unit(name, self.suite.baseline)
+            for unit in units:
+                if unit.federation == name:
+                    groups.setdefault(baseline if is_reference(unit.method) else unit, []).append(unit)
+        seeds = len(self.suite.seeds)
+        runs = [
+            sum(seeds + (0 if is_reference(unit.method) else unit.trials) for unit in group)
+            for group in groups.values()
+        ]
+        return [unit for group in part.share(list(groups.values()), runs) for unit in group]
+
+    def merge_parts(self) -> None:
+        """Move outcomes of parts to the files of their federations, in the order of the units."""
+        order = [identity_hash(self.identity(unit)) for unit in self.units()]
+        for name in self.federations if self.results.is_dir() else ():
+            merge_outcomes(self.results, name, order)
 
     def tuned_unit(self, federation: str, name: str) -> Unit:
         """Return the unit that tunes a method with its budget of trials.
@@ -174,18 +212,21 @@ class SuiteRuns:
                 total += runs * cost.seconds["fedavg"]
         return total / max(1, at_once), unknown
 
-    def carry_out(self, units: Sequence[Unit], parallel: int | str | None = None) -> Iterator[tuple[Unit, str | None]]:
+    def carry_out(
+        self, units: Sequence[Unit], parallel: int | str | None = None, in_parts: bool = False
+    ) -> Iterator[tuple[Unit, str | None]]:
         """Run units and store their outcomes. A unit that fails does not stop the others.
 
         Args:
             units: Units to run, such as those without an outcome.
             parallel: Number of concurrent units, ``auto``, or ``N@HOST:PORT`` on a Ray cluster whose nodes can access
                 the data and the results under the same paths.
+            in_parts: Whether each unit is stored in a file of its own, because other machines write to the same folder.
 
         Yields:
             Each finished unit, and the error with which it failed or None.
         """
-        works = [Job(unit, run_unit, (unit,), after=self._before(unit, units)) for unit in units]
+        works = [Job(unit, run_unit, (unit, in_parts), after=self._before(unit, units)) for unit in units]
         yield from execute_jobs(works, num_parallel_jobs(parallel, len(units)), self)
 
     def _before(self, unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
@@ -194,12 +235,13 @@ class SuiteRuns:
         return (baseline,) if is_reference(unit.method) and baseline in units else ()
 
 
-def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str | None:
+def run_unit(runs: SuiteRuns, unit: Unit, in_parts: bool, callbacks: Sequence[Callback]) -> str | None:
     """Tune a method on a federation, run the fresh seeds, and store the outcome.
 
     Args:
         runs: Suite of the unit.
         unit: Unit to run.
+        in_parts: Whether the unit is stored in a file of its own.
         callbacks: Callbacks of the job; not used.
 
     Returns:
@@ -216,7 +258,8 @@ def run_unit(runs: SuiteRuns, unit: Unit, callbacks: Sequence[Callback]) -> str 
     except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
         return f"{type(error).__name__}: {error}"
     outcome["seconds"] = round(time.perf_counter() - started, 1)
-    append_outcome(runs.results, unit.federation, runs.identity(unit), outcome)
+    store = write_outcome if in_parts else append_outcome
+    store(runs.results, unit.federation, runs.identity(unit), outcome)
     return None
 
 

@@ -125,6 +125,7 @@ def compare(
     out: Path | None = None,
     again: Annotated[bool, typer.Option("--resume")] = False,
     parallel: Parallel = None,
+    part: Annotated[str | None, typer.Option(metavar="I/N")] = None,
     references: References = None,
     budget: Annotated[float | None, typer.Option(metavar="MINUTES")] = None,
     leave_out: Annotated[bool, typer.Option("--leave-one-out")] = False,
@@ -138,6 +139,7 @@ def compare(
             files, each with a method.
         out: Output folder (default: runs/compare-DATA).
         again: Resume the comparison in --out, reusing finished runs.
+        part: Execute only part I of N of the runs, in an --out that the other parts share; --resume completes the comparison.
         budget: Start nothing if all runs are estimated to take longer.
         leave_out: Also train without each client in turn, or without each of those in --unseen, and evaluate on it.
     """
@@ -166,13 +168,21 @@ def compare(
         reaching_table,
     )
     from unskew.cli.progress import ProgressLine, make_progress
+    from unskew.cli.tables import format_count
     from unskew.comparison.compare import compare as compare_methods
+    from unskew.comparison.compare_part import compare_part
     from unskew.comparison.cost_to_target import target_costs
     from unskew.comparison.leave_one_out import LeaveOneOut, leave_one_out
     from unskew.runs.parallel import read_parallel
+    from unskew.runs.parts import parse_part
 
     at_once = read_parallel(parallel)
+    own_part = None if part is None else parse_part(part, at_once)
     confirm_resume_target(again, out)
+    if own_part is not None and out is None:
+        raise ConfigError("--part requires --out with the folder that all parts share.")
+    if own_part is not None and leave_out:
+        raise ConfigError("--part does not divide the runs of --leave-one-out. Remove one of them.")
     for name in (assignment.partition("=")[0].strip() for assignment in sets or []):
         if name in ("method", "seed"):
             raise ConfigError(
@@ -188,22 +198,36 @@ def compare(
     folder = out or unused_path(Path("runs") / f"compare-{shorten_name(checked)}")
     console = console_for(as_json)
     started = time.perf_counter()
-    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if again else ["--resume"]))
+    with_resume = again or own_part is not None
+    go_on = repeat_command(*([] if out else ["--out", str(folder)]), *([] if with_resume else ["--resume"]))
     with exit_on_signal(folder, go_on), make_progress(console) as progress:
-        outcome = (leave_one_out if leave_out else compare_methods)(
-            methods=methods,
-            seeds=which,
-            out=folder,
-            resume=again,
-            target=target,
-            parallel=at_once,
-            references=references,
-            budget_minutes=budget,
-            on_estimate=lambda text: None if LOUDNESS.quiet else console.print(text, markup=False, highlight=False),
-            callback_factory=lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
-            overrides=each,
+        arguments: dict[str, Any] = {
+            "methods": methods,
+            "seeds": which,
+            "out": folder,
+            "target": target,
+            "parallel": at_once,
+            "references": references,
+            "budget_minutes": budget,
+            "on_estimate": lambda text: None if LOUDNESS.quiet else console.print(text, markup=False, highlight=False),
+            "callback_factory": lambda name, seed, _: [ProgressLine(progress, f"{name}, seed {seed}", named=True)],
+            "overrides": each,
             **values,
+        }
+        if own_part is not None:
+            finished = compare_part(own_part, **arguments)
+        else:
+            outcome = (leave_one_out if leave_out else compare_methods)(resume=again, **arguments)
+    if own_part is not None:
+        if as_json:
+            print_json({"folder": str(folder), "part": str(own_part), **asdict(finished)})
+            return
+        text = (
+            f"Part {own_part}: {format_count(len(finished.runs), 'run')} finished. In {folder}, {finished.finished} of "
         )
+        text += f"{finished.total} are. When all are, replace --part {own_part} by --resume to complete the comparison."
+        console.print(text, highlight=False, soft_wrap=True)
+        return
     result = outcome.comparison if isinstance(outcome, LeaveOneOut) else outcome
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
@@ -233,8 +257,6 @@ def compare(
         console.print(text, markup=False)
     report_after_runs(console, [folder])
     if not LOUDNESS.quiet:
-        from unskew.cli.tables import format_count
-
         console.print(f"{format_count(len(rows) * len(which), 'run')} in {time.perf_counter() - started:.0f} s.")
 
 

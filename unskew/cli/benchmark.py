@@ -33,6 +33,7 @@ def benchmark(
     data_path: DataPath = None,
     results: Path = Path("results/benchmark"),
     parallel: Parallel = "1",
+    part: Annotated[str | None, typer.Option(metavar="I/N")] = None,
     listing: Annotated[bool, typer.Option("--list")] = False,
     estimate: bool = False,
     show: bool = False,
@@ -47,6 +48,7 @@ def benchmark(
         federations: Run only this federation. Repeatable.
         methods: Run only this method. Repeatable.
         results: Folder of the outcomes.
+        part: Run only part I of N of the units, in a --results that the other parts share; print no tables.
         listing: List the federations and methods, and missing files.
         estimate: Only estimate the time.
         show: Show the stored outcomes without running anything.
@@ -57,11 +59,20 @@ def benchmark(
     from unskew.benchmark.suite import load_suite
     from unskew.runs.cost import duration
     from unskew.runs.parallel import num_parallel_jobs, read_parallel
+    from unskew.runs.parts import parse_part
     from unskew.tuning.study import optuna_library
 
     at_once, console = read_parallel(parallel), console_for(as_json)
+    own_part = None if part is None else parse_part(part, at_once)
+    other = next((name for name, value in (("--list", listing), ("--show", show), ("--pages", pages)) if value), None)
+    if own_part is not None and other is not None:
+        raise ConfigError(f"--part runs units and prints no tables. Run {other} without --part.")
     runs = SuiteRuns(*load_suite(suite, trust_code), results, None if data_path is None else parse_path(data_path))
     wanted = runs.units(federations or (), methods or ())
+    if own_part is not None:
+        wanted = runs.units_of_part(wanted, own_part)
+    elif not (listing or estimate or show):
+        runs.merge_parts()
     missing, stored = runs.missing(), runs.stored()
     if listing:
         _list(runs, missing, stored, console, as_json)
@@ -85,7 +96,7 @@ def benchmark(
         if estimate:
             return
         if todo:
-            failures = _run(runs, todo, at_once, results, console)
+            failures = _run(runs, todo, at_once, own_part is not None, results, console)
             stored = runs.stored()
             for unit in todo:
                 if reason := stored.get(unit, {}).get("not_applicable"):
@@ -98,10 +109,14 @@ def benchmark(
         print_json(
             {
                 "suite": runs.suite.name,
+                **({} if own_part is None else {"part": str(own_part)}),
                 "units": shown,
                 "failures": [[*vars(u).values(), t] for u, t in failures.items()],
             }
         )
+    elif own_part is not None:
+        done = sum(unit in stored for unit in wanted)
+        console.print(f"Part {own_part}: {done} of {len(wanted)} units are stored in {results}.", soft_wrap=True)
     else:
         _show(runs, set(federations or ()), console)
         if pages is not None:
@@ -115,7 +130,7 @@ def benchmark(
 
 
 def _run(
-    runs: SuiteRuns, todo: list[Unit], at_once: int | str | None, results: Path, console: Console
+    runs: SuiteRuns, todo: list[Unit], at_once: int | str | None, in_parts: bool, results: Path, console: Console
 ) -> dict[Unit, str]:
     """Run units with a progress bar, and return the errors of those that failed."""
     from unskew.cli.progress import make_progress
@@ -124,7 +139,7 @@ def _run(
     with exit_on_signal(results, repeat_command()), make_progress(console) as progress:
         progress.start()
         task = progress.add_task(runs.suite.name, total=len(todo), accuracy="")
-        for unit, failure in runs.carry_out(todo, at_once):
+        for unit, failure in runs.carry_out(todo, at_once, in_parts):
             progress.advance(task)
             if failure is not None:
                 failures[unit] = failure

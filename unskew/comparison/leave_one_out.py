@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from unskew.comparison.compare import compare, seed_list
+from unskew.comparison.compare import compare
+from unskew.comparison.comparison_plan import seed_list
 from unskew.comparison.comparison_result import Comparison
 from unskew.comparison.folder_name import folder_name
 from unskew.comparison.references import is_reference

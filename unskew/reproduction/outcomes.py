@@ -1,7 +1,8 @@
 """Stored outcomes of finished runs: lines of JSON Lines files, identified by the run's configuration.
 
-Each table has its own file, to which its runs are appended. A run is found wherever it is stored, because tables share
-runs. A process that is killed leaves at most an incomplete last line, which readers ignore and the next writer removes.
+Each table has its own file, to which its runs are appended, or files of single runs. A run is found wherever it is stored,
+because tables share runs. A process that is killed leaves at most an incomplete last line, which readers ignore and the next
+writer removes.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ import torch
 from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
 from unskew.errors import DataError
-from unskew.filesystem import disk_errors, make_subfolder, open_to_append, parse_json, read_file
+from unskew.filesystem import disk_errors, make_subfolder, open_to_append, parse_json, read_file, write_atomic
 from unskew.folder_locks import file_lock
 from unskew.runs.resume import RESUMABLE
 
@@ -144,18 +145,74 @@ def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[s
         CheckpointError: If the file cannot be written.
         ConfigError: If another process locks the file for more than a minute.
     """
+    _append(_table_file(folder, table), _line(run, result, device))
+
+
+def write_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[str, Any]) -> None:
+    """Write the outcome of a run to a file of its own next to the table's file.
+
+    The file appears at once and complete, so that machines that share the folder need no lock.
+
+    Args:
+        folder: Folder of the outcomes.
+        table: Name of the table, see ``append_outcome``.
+        run: Identity of the run.
+        result: Result of the run.
+
+    Raises:
+        CheckpointError: If the file cannot be written.
+    """
+    path = _table_file(folder, table)
+    write_atomic(path.with_name(f"{path.stem}.{identity_hash(run)}.jsonl"), _line(run, result))
+
+
+def merge_outcomes(folder: Path, table: str, order: Sequence[str]) -> None:
+    """Move the outcomes of ``write_outcome`` to the file of their table.
+
+    Args:
+        folder: Folder of the outcomes.
+        table: Name of the table.
+        order: Hashes of the runs in the order of their lines; others follow.
+
+    Raises:
+        CheckpointError: If a file cannot be read or written.
+        ConfigError: If another process locks the file for more than a minute.
+    """
+    path = _table_file(folder, table)
+    hashes = {file.suffixes[-2][1:]: file for file in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}.jsonl")}
+    positions = {run: position for position, run in enumerate(order)}
+    files = [hashes[run] for run in sorted(hashes, key=lambda run: (positions.get(run, len(positions)), run))]
+    with disk_errors(path):
+        known = read_file(path) if path.exists() else b""  # has the lines of a command that was killed here
+        _append(path, b"".join(line for line in map(read_file, files) if line not in known))
+        for file in files:
+            file.unlink(missing_ok=True)
+
+
+def _table_file(folder: Path, table: str) -> Path:
+    """Return the file of a table, in a folder that is created."""
+    *folders, name = map(folder_name, table.split("/"))
+    return make_subfolder(folder, *folders) / f"{name}.jsonl"
+
+
+def _line(run: dict[str, Any], result: dict[str, Any], device: str = "cpu") -> bytes:
+    """Return the line of an outcome."""
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     machine |= {} if device == "cpu" else {"device": device}
-    line = (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
-    *folders, name = map(folder_name, table.split("/"))
-    path = make_subfolder(folder, *folders) / f"{name}.jsonl"
+    return (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
+
+
+def _append(path: Path, lines: bytes) -> None:
+    """Append lines to the file of a table."""
+    if not lines:
+        return
     with (
-        file_lock(path.with_name(f".{name}.lock"), PATIENCE),
+        file_lock(path.with_name(f".{path.stem}.lock"), PATIENCE),
         disk_errors(path),
         os.fdopen(open_to_append(path), "ab") as file,
     ):
         file.truncate(read_file(path).rfind(b"\n") + 1)  # a killed process may have left an incomplete line
-        file.write(line)
+        file.write(lines)
         file.flush()
         os.fsync(file.fileno())
 
@@ -180,7 +237,10 @@ def stored_outcomes(folder: Path) -> dict[str, StoredOutcome]:
     """
     outcomes: dict[str, StoredOutcome] = {}
     for path in sorted(folder.rglob("*.jsonl")):
-        state = path.stat()
+        try:
+            state = path.stat()
+        except FileNotFoundError:  # merged by another process; the file of the table is read later
+            continue
         changed = state.st_size, state.st_mtime_ns
         if path not in _parsed or _parsed[path][0] != changed:
             _parsed[path] = changed, dict(_parse_file(path))
@@ -192,6 +252,8 @@ def _parse_file(path: Path) -> Iterator[tuple[str, StoredOutcome]]:
     """Yield the outcomes of a file with their keys; an incomplete last line is still being written, or never will be."""
     try:
         *lines, _ = read_file(path).split(b"\n")
+    except FileNotFoundError:
+        return
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
     for number, line in enumerate(lines, 1):

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.comparison import references as reference_rows
-from unskew.comparison.compare import compare, seed_list
+from unskew.comparison.compare import compare
+from unskew.comparison.comparison_plan import seed_list
 from unskew.comparison.comparison_result import Comparison
 from unskew.config.loader import experiment
 from unskew.config.paths import without_data_locations

@@ -587,7 +587,9 @@ def test_a_killed_preparation_goes_on_where_it_was(tmp_path, capsys, monkeypatch
 
 
 def test_a_comparison_misses_a_given_set_before_anything_is_trained(monkeypatch, tmp_path):
-    monkeypatch.setattr("unskew.comparison.compare.run_or_resume", lambda *_: pytest.fail("something was trained"))
+    monkeypatch.setattr(
+        "unskew.comparison.comparison_plan.run_or_resume", lambda *_: pytest.fail("something was trained")
+    )
     with pytest.raises(ConfigError, match="is neither a finished synthetic set"):
         unskew.compare(methods=["fedavg", "fedssyn"], data="digits", rounds=1, synthetic=str(tmp_path / "none"))
 
