@@ -8,7 +8,7 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance newcomer fuzz check audit lock bench docs screenshots gallery format clean
 
 .venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "unskew needs Python 3.11 or later; choose one with: make PYTHON=python3.12"'
@@ -113,6 +113,9 @@ test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this ma
 
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance
+
+newcomer:  ## the path of a newcomer in a fresh clone of what is committed, timed; ARGS=--without-tests leaves out `make test`
+	$(PYTHON) -m speed.newcomer $(ARGS)
 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
 	$(BIN)/python -m speed
