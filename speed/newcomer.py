@@ -1,9 +1,9 @@
 """Newcomer: the path of somebody new, in a fresh clone of what is committed, timed step by step.
 
-``python -m speed.newcomer`` (``make newcomer``) clones the checkout into a temporary folder and runs the README's two commands
-there. In the environment that they created, it takes a table from ``unskew init`` to the verdict and to predictions for new
-rows, and runs the code of the tutorial on a custom method. It ends with the seconds of each step, or with the first step that
-fails or whose result is missing. It needs git, make, a package index and only Python's standard library.
+``python -m speed.newcomer`` (``make newcomer``) clones the checkout into a temporary folder and runs the README's two
+commands there. In the environment that they created, it takes a table from ``unskew init`` to the verdict and to predictions
+for new rows, and runs the code of the tutorial on a custom method. It prints the seconds of each step, and ends at the first
+step that fails or whose result is missing. It needs git, make and a package index, and no package.
 """
 
 from __future__ import annotations
@@ -111,8 +111,8 @@ def check_accuracies(accuracies: Iterable[float], chance: float, count: int) -> 
     return f"an accuracy above {chance:.0%}; one is {wrong[0]:.1%}" if wrong else None
 
 
-def summary_accuracy(run: Path) -> list[float]:
-    """Return the test accuracy of a run, or nothing if it has none."""
+def summary_accuracies(run: Path) -> list[float]:
+    """Return the test accuracy of a run as the only entry of a list, or an empty list if it has none."""
     path = run / "summary.json"
     accuracy = json.loads(path.read_text()).get("accuracy") if path.is_file() else None
     return [] if accuracy is None else [accuracy]
@@ -208,16 +208,18 @@ def walk_the_path(walk: Walk, folder: Path, tests: bool) -> None:
         work,
         lambda output: check_accuracies((float(n) / 100 for n in re.findall(r" ([\d.]+) %$", output, re.M)), 0.1, 4),
     )
-    method = [unskew, "run", *short, "runs/own", "--method", "my_rules.TopHalf:share=0.1"]
-    own = work / "runs/own"
+    method, own = "my_rules.TopHalf:share=0.1", work / "runs/own"
     walk.step(
-        "custom method: its file, on the table", method, work, lambda _: check_accuracies(summary_accuracy(own), 0.5, 1)
+        "custom method: its file, on the table",
+        [unskew, "run", *short, "runs/own", "--method", method],
+        work,
+        lambda _: check_accuracies(summary_accuracies(own), 0.5, 1),
     )
 
 
 def main() -> None:
     """Walk the path in a temporary folder and print the seconds of each step."""
-    parser = argparse.ArgumentParser(description="Time what somebody new does, in a fresh clone of what is committed.")
+    parser = argparse.ArgumentParser(description="Time the path of somebody new in a fresh clone.")
     parser.add_argument("--without-tests", action="store_true", help="leave out `make test`, which takes longest")
     arguments = parser.parse_args()
     print(f"{'step':<44} {'seconds':>8}", flush=True)
