@@ -14,6 +14,8 @@ from unskew.errors import CheckpointError
 from unskew.generators.base import GeneratorJob
 from unskew.generators.trained.train_loop import STATE, TrainingState, _resume, _save
 
+pytestmark = pytest.mark.fuzz
+
 TENSORS = {"b": torch.arange(6.0).reshape(2, 3).T, "a": torch.tensor([1, 2]), "empty": torch.zeros(0)}
 
 

@@ -13,6 +13,8 @@ from support.fuzzing import amounts, fuzz
 import unskew
 from unskew.records.result import read_history
 
+pytestmark = pytest.mark.fuzz
+
 FED = federation()
 PIECES = [
     b"",

@@ -18,6 +18,8 @@ from unskew.data.readers import arrow_io
 from unskew.data.readers.arrow_io import check_nesting
 from unskew.errors import DataError
 
+pytestmark = pytest.mark.fuzz
+
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
