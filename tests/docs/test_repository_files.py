@@ -38,6 +38,7 @@ def test_every_target_that_tests_something_runs_in_a_workflow():
     targets = set(re.findall(r"^(test[\w-]*|coverage|audit|conformance|fuzz|newcomer):", makefile, re.MULTILINE))
     jobs = [job for file in WORKFLOWS for job in yaml.safe_load(file.read_text())["jobs"].values()]
     run = {target for job in jobs for target in job.get("strategy", {}).get("matrix", {}).get("target", [])}
+    assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in run)
     run |= {
         target for job in jobs for step in job["steps"] for target in re.findall(r"make ([\w-]+)", step.get("run", ""))
     }

@@ -100,6 +100,7 @@ def test_parquet_files(box, examples):
     check()
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @amounts(10, 500)
 @pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "bmp", "tiff", "webp", "ppm"])
 def test_images(box, kind, examples):

@@ -68,6 +68,25 @@ def test_deeply_nested_json_lines_are_an_error_with_their_line(tmp_path, text):
         read_table_file(file)
 
 
+ODD_LINES = {
+    "zeros": (b"\0" * 100_000, "Line 2 of .* has 1 values, but the header has 2"),
+    "a long value": (b"1" * 10_000_000 + b",c", "have the same label, c"),
+    "a long text": (b"'" * 10_000_000 + b",c", "have the same label, c"),
+    "a quote without an end": (
+        b'"1,c\n' + b"1,c\n" * 10_000,
+        "Line 2 of .* A quotation mark in it is not closed before line 10003",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), ODD_LINES.values(), ids=ODD_LINES)
+def test_odd_lines_of_a_csv_file_are_an_error_that_is_short(line, reason, tmp_path):
+    (tmp_path / "t.csv").write_bytes(b"a,y\n" + line + b"\n")
+    with pytest.raises(DataError, match=reason) as error:
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", clients=2, partition="iid")
+    assert len(str(error.value)) < 1000
+
+
 def test_usual_json_lines_are_read_as_before(tmp_path):
     rows = [
         {"a": 1.5, "text": "{[{[" * 100, "image": [[1, 2], [3, 4]], "y": "b"},
