@@ -230,7 +230,7 @@ def main() -> None:
             walk_the_path(walk, folder, tests=not arguments.without_tests)
         except (StepError, OSError) as error:
             raise SystemExit(str(error)) from None
-    print(row("sum", sum(walk.seconds.values())))
+        print(row("sum", sum(walk.seconds.values())), flush=True)  # removing the folder takes a while
 
 
 if __name__ == "__main__":
