@@ -1,5 +1,5 @@
 # The two commands of the README are `make demo` and `make test`. Both install what they need into .venv first: the demo
-# PyTorch, the core and the report, about half of all; the tests the rest.
+# PyTorch, the core, the report and what reads tables, as it suggests `unskew init` with one; the tests the rest.
 PYTHON ?= python3
 BIN = .venv/bin
 
@@ -8,13 +8,13 @@ export PYTHONDONTWRITEBYTECODE =
 
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
-.PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance check audit lock bench docs screenshots gallery format clean
+.PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance newcomer fuzz check audit lock bench docs screenshots gallery format clean
 
 .venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "unskew needs Python 3.11 or later; choose one with: make PYTHON=python3.12"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[report]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hub,report]'
 	touch $@
 
 .venv/installed: .venv/demo-installed
@@ -113,6 +113,12 @@ test-cluster: .venv/installed  ## a run on two nodes of a Ray cluster on this ma
 
 conformance: .venv/installed  ## unskew and other libraries against the papers' algorithms; PFLlib and FL-bench need a checkout
 	$(BIN)/python -m conformance
+
+fuzz: .venv/installed  ## random and hostile inputs: ten times as many as `make test`, and others in each run; prints how to repeat a failure
+	$(TEST) -m "fuzz and not slow" --hypothesis-profile=fuzz $(ARGS)
+
+newcomer:  ## the path of a newcomer in a fresh clone of what is committed, timed; ARGS=--without-tests leaves out `make test`
+	$(PYTHON) -m speed.newcomer $(ARGS)
 
 bench: .venv/installed  ## speed, memory, generation, Ray and the regret of auto, with one summary table; half an hour, idle machine
 	$(BIN)/python -m speed

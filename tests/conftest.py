@@ -6,8 +6,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
 from support.running import blank, end_all
 from support.unit import forbid_starts, is_unit
+
+settings.register_profile(
+    "suite",
+    derandomize=True,
+    database=None,
+    deadline=None,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate, Phase.shrink],
+)
+settings.register_profile("fuzz", settings.get_profile("suite"), max_examples=1000, derandomize=False, print_blob=True)
+settings.load_profile("suite")  # `make fuzz` asks for the other: ten times as many cases, and others in each run
 
 
 def pytest_configure(config):

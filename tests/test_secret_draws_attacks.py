@@ -21,7 +21,7 @@ from unskew.secret_draws import SecretKey
 SIZES = [9, 14, 9, 14, 9, 9, 14, 9]
 FEW = {"model": "mlp", "local_steps": 2, "batch_size": 4, "lr": 0.05, "precision": "fp64", "eval_clients": 0}
 SEEDED = ",reproducible=true"
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+pytestmark = [pytest.mark.fuzz, pytest.mark.filterwarnings("ignore::UserWarning")]
 
 
 def run(method, data=0, engine="inline", rounds=1, **options):

@@ -19,7 +19,7 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_from_path
 from unskew.simulation import checkpoint
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("undrawn")]
 
 MODULE = """
 import unskew

@@ -32,6 +32,19 @@ def test_workflows_only_read_by_default_and_pin_their_actions(file):
             assert re.search(r"# v\d+\.\d+\.\d+$", line), line
 
 
+def test_every_target_that_tests_something_runs_in_a_workflow():
+    """Of `test-all`, `test-unit`, `test-methods` and `check`, all parts do."""
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^(test[\w-]*|coverage|audit|conformance|fuzz|newcomer):", makefile, re.MULTILINE))
+    jobs = [job for file in WORKFLOWS for job in yaml.safe_load(file.read_text())["jobs"].values()]
+    run = {target for job in jobs for target in job.get("strategy", {}).get("matrix", {}).get("target", [])}
+    assert all(re.search(rf"^{re.escape(target)}:", makefile, re.MULTILINE) for target in run)
+    run |= {
+        target for job in jobs for step in job["steps"] for target in re.findall(r"make ([\w-]+)", step.get("run", ""))
+    }
+    assert targets - run == {"test-all", "test-unit", "test-methods"}
+
+
 def test_the_version_is_written_once():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())
     assert project["project"]["dynamic"] == ["version"]

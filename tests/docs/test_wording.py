@@ -79,7 +79,7 @@ OF_PROGRAMS = """
 --auth-supernode-private-key --database --disable-runtime-dependency-installation --enable-supernode-auth --node-config
 --root-certificates --run-config --ssl-ca-certfile --ssl-certfile --ssl-keyfile --backend-store-uri
 --constraint --extra-index-url --no-build-isolation --no-deps --require-hashes --requirement
---fl-bench --pfllib --idle --iterations --minutes --only --pages --quick --setting --size
+--fl-bench --pfllib --idle --iterations --minutes --only --pages --quick --setting --size --without-tests
 """
 """Flags of unskew, Slurm, Ray, Flower, MLflow, pip, and of the scripts in ``speed``, ``conformance`` and ``examples``."""
 

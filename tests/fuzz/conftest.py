@@ -39,3 +39,10 @@ def finished(tmp_path_factory):
 def known_methods(cache):
     """The list of methods is in the cache already: a case may write nothing outside its folder."""
     described()
+
+
+@pytest.fixture
+def light(monkeypatch):
+    """Pages without the library that draws, which has five megabytes."""
+    for module in ("page", "report"):
+        monkeypatch.setattr(f"unskew.reporting.{module}.plotly_script", lambda: "var drawn = 1;")

@@ -15,6 +15,8 @@ from support.fuzzing import amounts, fuzz, numbers, values
 import unskew
 from unskew.data.spec import DataSpec
 
+pytestmark = pytest.mark.fuzz
+
 FED = federation()
 TOP = [name for name in FIELDS if "." not in name]
 

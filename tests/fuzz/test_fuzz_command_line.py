@@ -14,7 +14,7 @@ from support.running import call
 import unskew
 from unskew.cli.app import commands
 
-pytestmark = pytest.mark.usefixtures("undrawn", "unstarted", "unsent")
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("undrawn", "unstarted", "unsent")]
 
 COMMANDS = dict(commands().commands)
 COMMANDS |= {f"deploy {name}": command for name, command in COMMANDS.pop("deploy").commands.items()}

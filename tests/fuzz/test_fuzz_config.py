@@ -11,6 +11,8 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment, load_yaml, read_yaml
 from unskew.runs.run import run_experiment
 
+pytestmark = pytest.mark.fuzz
+
 
 @st.composite
 def configurations(draw):

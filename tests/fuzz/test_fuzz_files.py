@@ -1,17 +1,21 @@
-"""Files whose bytes are flipped, cut off or added to: tables, configurations, and all files of a run."""
+"""Files whose bytes are flipped, cut off or added to: tables, images, configurations, and all files of a run."""
 
 import hashlib
+import io
 import json
 import shutil
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.fuzz_folder import CSV, JSONL, TINY, federation
+from support.fuzz_folder import CSV, JSONL, ROWS, TINY, federation
 from support.fuzzing import amounts, fuzz
 
 import unskew
 from unskew.records.result import read_history
+
+pytestmark = pytest.mark.fuzz
 
 FED = federation()
 PIECES = [
@@ -75,6 +79,45 @@ def test_tables(box, name, examples):
         (box.here / name).write_bytes(apply(original, changes))
         clients = None if partition.startswith("natural") else 3
         box.python(lambda: unskew.load_federation(f"table:{name}", label="label", partition=partition, clients=clients))
+
+    check()
+
+
+@amounts(10, 500)
+def test_parquet_files(box, examples):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    columns = {"x0": [row["x0"] for row in ROWS], "kind": [row["kind"] for row in ROWS]}
+    buffer = io.BytesIO()
+    parquet.write_table(pyarrow.table({**columns, "label": [row["label"] for row in ROWS]}), buffer)
+    original = buffer.getvalue()
+
+    @fuzz(examples)
+    @given(damaged(len(original)))
+    def check(changes):
+        (box.here / "tiny.parquet").write_bytes(apply(original, changes))
+        box.python(lambda: unskew.load_federation("table:tiny.parquet", label="label", partition="iid", clients=3))
+
+    check()
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:PIL")
+@amounts(10, 500)
+@pytest.mark.parametrize("kind", ["png", "jpeg", "gif", "bmp", "tiff", "webp", "ppm"])
+def test_images(box, kind, examples):
+    image = pytest.importorskip("PIL.Image")
+    buffer = io.BytesIO()
+    image.fromarray(np.arange(192, dtype=np.uint8).reshape(8, 8, 3)).save(buffer, kind)
+    original = buffer.getvalue()
+    for label in ("a", "b"):
+        (box.here / "images" / label).mkdir(parents=True)
+        for number in range(4):
+            (box.here / "images" / label / f"{number}.{kind}").write_bytes(original)
+
+    @fuzz(examples)
+    @given(damaged(len(original)))
+    def check(changes):
+        (box.here / "images" / "a" / f"0.{kind}").write_bytes(apply(original, changes))
+        box.python(lambda: unskew.load_federation("folder:images", partition="iid", clients=2))
 
     check()
 

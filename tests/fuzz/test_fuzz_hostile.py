@@ -7,7 +7,6 @@ import contextlib
 import io
 import json
 import os
-import random
 import shutil
 import sys
 import zipfile
@@ -16,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
+from support.fuzzing import random_draws, scaled
 from support.running import call
 
 import unskew
@@ -31,7 +31,7 @@ from unskew.folder_locks import is_occupied
 from unskew.reporting.run_reader import read_curves
 from unskew.simulation.checkpoint import list_checkpoints
 
-pytestmark = pytest.mark.usefixtures("undrawn")
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("undrawn")]
 
 TINY = {"data": "digits", "model": "logistic", "clients": 3, "partition": "iid", "rounds": 1, "local_steps": 1}
 FINAL = (
@@ -201,7 +201,7 @@ def test_no_field_of_a_file_imports_anything(here, capsys, examples):
     fields = sorted(Experiment.model_fields)
     cases = [(field, hole.format(path)) for field in fields for hole in HOLES for path in PATHS]
     sure = [("model", path) for path in PATHS] + [("method", hole.format(PATHS[1])) for hole in HOLES[:4]]
-    for field, text in [*sure, *random.Random(0).sample(cases, examples)]:
+    for field, text in [*sure, *random_draws(0).sample(cases, min(scaled(examples), len(cases)))]:
         for value in (text, [text], {"name": text}):
             Path("sent.yaml").write_text(yaml.safe_dump({**TINY, "engine": "inline", field: value}, allow_unicode=True))
             with pytest.MonkeyPatch.context() as patch:
@@ -224,9 +224,9 @@ def npz(**arrays):
 
 @pytest.mark.parametrize("examples", [25, pytest.param(2000, marks=pytest.mark.slow)])
 def test_damaged_arrays_are_a_sentence(here, examples):
-    draws = random.Random(1)
+    draws = random_draws(1)
     whole = npz(x=np.arange(400.0).reshape(100, 4), y=np.arange(100) % 2)
-    for _ in range(examples):
+    for _ in range(scaled(examples)):
         data = bytearray(whole)
         for _ in range(3):
             data[draws.randrange(len(data))] ^= 1 << draws.randrange(8)

@@ -1,13 +1,13 @@
 """Folders that somebody has sent: whatever their files say, nothing outside the folder changes, and no process starts."""
 
 import contextlib
-import random
 import shutil
 import warnings
 from typing import Any
 
 import numpy as np
 import pytest
+from support.fuzzing import random_draws, scaled
 from support.received import cases, files, hostile, places, read, replaced, tree, watched, write
 from support.running import call
 from support.sites import TINY as SITES
@@ -23,7 +23,7 @@ from unskew.errors import CheckpointError, ConfigError, UnskewError
 from unskew.filesystem import append_text, private_folder
 from unskew.json_models import read_model
 
-pytestmark = [pytest.mark.usefixtures("undrawn"), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("undrawn"), pytest.mark.filterwarnings("ignore")]
 
 IMAGES = "fedssyn:generator=vae-small;epochs=1,n_syn=2"
 RUN = {"data": "digits", "max_train_samples": 60, "clients": 2, "partition": "iid", "model": "logistic", "rounds": 1}
@@ -103,10 +103,10 @@ def used(capsys, sent, command):
 @pytest.mark.parametrize("examples", [10, pytest.param(1500, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["compared", "run"])
 def test_no_field_of_a_run_folder_acts_outside_of_it(here, made, capsys, kind, examples):
-    draws, outside = random.Random(0), here.parent / "outside"
+    draws, outside = random_draws(0), here.parent / "outside"
     every = cases(made / kind, outside)
     sent, before, failures = here / "sent", tree(outside), []
-    for file, place, value in draws.sample(every, min(examples, len(every))):
+    for file, place, value in draws.sample(every, min(scaled(examples), len(every))):
         shutil.copytree(made, sent)
         command = draws.choice(commands(sent)[kind])
         try:
@@ -121,10 +121,10 @@ def test_no_field_of_a_run_folder_acts_outside_of_it(here, made, capsys, kind, e
 
 @pytest.mark.parametrize("examples", [8, pytest.param(400, marks=pytest.mark.slow)])
 def test_no_field_of_a_deployed_run_acts_outside_of_it(here, made, capsys, examples):
-    draws, outside = random.Random(1), here.parent / "outside"
+    draws, outside = random_draws(1), here.parent / "outside"
     every = [case for case in cases(made / "deployed" / "run", outside) if case[0].name != "curves.json"]
     sent, before, failures = here / "sent", tree(outside), []
-    for file, place, value in draws.sample(every, min(examples, len(every))):
+    for file, place, value in draws.sample(every, min(scaled(examples), len(every))):
         shutil.copytree(made, sent)
         folder = sent / "deployed" / "run"
         command = draws.choice(commands(sent)["deployed"])
@@ -187,7 +187,7 @@ OTHERS = {
 
 @pytest.mark.parametrize("examples", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_no_field_of_a_suite_a_site_or_a_cache_acts_outside_of_it(here, monkeypatch, examples):
-    draws, outside = random.Random(2), here.parent / "outside"
+    draws, outside = random_draws(2), here.parent / "outside"
     sent, before, failures = here / "sent", tree(outside), []
     (sent / "unskew").mkdir(parents=True)
     monkeypatch.setenv("XDG_CACHE_HOME", str(sent))
@@ -205,7 +205,7 @@ def test_no_field_of_a_suite_a_site_or_a_cache_acts_outside_of_it(here, monkeypa
         if name != "plan.json":
             reader()
     every = cases(sent, outside)
-    for file, place, value in draws.sample(every, min(examples, len(every))):
+    for file, place, value in draws.sample(every, min(scaled(examples), len(every))):
         try:
             write(sent / file, replaced(OTHERS[str(file)], place, value))
             with watched(sent), contextlib.suppress(UnskewError, OSError):  # a sentence on the command line, too

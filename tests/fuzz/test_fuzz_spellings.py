@@ -1,6 +1,7 @@
 """Methods, partitions, delays and models as somebody may write them."""
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.fuzz_names import delays, methods, models, partitions
@@ -10,6 +11,8 @@ import unskew
 from unskew.data.partition.partitioner import make_partition
 from unskew.models.registry import resolve_model
 from unskew.simulation.delays import Delays
+
+pytestmark = pytest.mark.fuzz
 
 LABELS = np.arange(60) % 6
 COLUMNS = {"label": LABELS, "kind": np.array(["a", "b", "c"] * 20), "x0": np.linspace(0, 1, 60)}

@@ -7,6 +7,7 @@ import pytest
 from unskew.reporting.live_html import axis_ticks, draw_curve, escaped, scrolling_table
 
 
+@pytest.mark.fuzz
 def test_texts_are_escaped_and_shortened():
     assert escaped("<b>\"'&") == "&lt;b&gt;&quot;&#x27;&amp;"
     assert len(escaped("x" * 100_000)) < 400

@@ -56,6 +56,7 @@ def contents(folder):
     }
 
 
+@pytest.mark.fuzz
 def test_the_server_answers_only_its_own_paths_to_this_machine(runs):
     before = contents(runs)
     with served(runs) as server:

@@ -213,6 +213,7 @@ def test_a_method_that_only_trains_own_models_is_shown_with_personal_metrics(tmp
     assert watching.run.client_table()[0][3:] == ["personal accuracy", "personal loss"]
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize("name", ["config.yaml", "summary.json", "clients.jsonl", "metrics.jsonl", "warnings.txt"])
 def test_a_link_a_pipe_or_a_folder_in_the_place_of_a_file_is_not_read(copied, tmp_path, name):
     secret = tmp_path / "secret"
@@ -229,6 +230,7 @@ def test_a_link_a_pipe_or_a_folder_in_the_place_of_a_file_is_not_read(copied, tm
         assert "link, folder, pipe or device" in run.notes[name]
 
 
+@pytest.mark.fuzz
 def test_damaged_and_huge_files_are_named_and_the_rest_is_shown(copied, monkeypatch):
     monkeypatch.setattr("unskew.reporting.live_runs.CHUNK", 1 << 23)
     damage = {
@@ -249,6 +251,7 @@ def test_damaged_and_huge_files_are_named_and_the_rest_is_shown(copied, monkeypa
     assert run.log()[-1] == "the last line"
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     "values",
     [

@@ -193,6 +193,7 @@ def test_it_loads_nothing_and_runs_only_what_its_policy_names(page):
         assert all(attrs[name].startswith(("#", "data:")) for name in ("src", "href") if name in attrs)
 
 
+@pytest.mark.fuzz
 def test_names_from_data_are_text(page):
     assert [tag for tag, _ in page.tags].count("script") == 3
     assert not [tag for tag, _ in page.tags if tag in ("img", "b")]
@@ -202,6 +203,7 @@ def test_names_from_data_are_text(page):
     assert csp_hash("") == "'sha256-47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU='"
 
 
+@pytest.mark.fuzz
 def test_a_forged_method_is_text_and_its_code_stays_alone(compared, tmp_path, light, monkeypatch):
     folder = tmp_path / "<b>run"
     shutil.copytree(compared[0] / "fedavg" / "seed-0", folder)
@@ -312,6 +314,7 @@ def run(compared, tmp_path):
     return folder
 
 
+@pytest.mark.fuzz
 @pytest.mark.parametrize(
     ("file", "content", "error", "sentence"),
     [

@@ -149,6 +149,7 @@ def test_folders_without_a_usable_model_are_refused(digits, tmp_path):
             unskew.load_predictor(tmp_path)
 
 
+@pytest.mark.fuzz
 def test_every_flipped_bit_of_the_model_is_noticed(digits, tmp_path, capsys):
     """By prediction, evaluation, export and diagnosis, also if only the file of the model was copied."""
     folder = tmp_path / "run"
@@ -179,6 +180,7 @@ def test_every_flipped_bit_of_the_model_is_noticed(digits, tmp_path, capsys):
     assert unskew.load_predictor(folder).predict(x) == digits.predict(x)
 
 
+@pytest.mark.fuzz
 def test_inputs_other_than_those_of_the_model_are_noticed(digits, tmp_path, capsys):
     """Another digit of the normalization would change predictions, and nobody would see it."""
     folder = tmp_path / "run"
@@ -199,6 +201,7 @@ def test_inputs_other_than_those_of_the_model_are_noticed(digits, tmp_path, caps
     unskew.load_predictor(folder)
 
 
+@pytest.mark.fuzz
 def test_code_that_a_folder_names_is_not_run(digits, tmp_path):
     text = (digits.folder / "config.yaml").read_text().replace("model: mlp", "model: somewhere:net")
     (tmp_path / "config.yaml").write_text(text)

@@ -18,6 +18,8 @@ import unskew
 from unskew.errors import CheckpointError, UnskewError
 from unskew.simulation.checkpoint import list_checkpoints, read_manifest
 
+pytestmark = pytest.mark.fuzz
+
 SIZES = [9, 12, 7, 8]
 OPTIONS = {"model": "logistic", "local_steps": 1, "engine": "inline", "seed": 1}
 METHOD, NETWORK = "fedbuff:buffer_size=3+scaffold", {"delay": "fixed:1"}

@@ -1,9 +1,9 @@
 """Messages as bytes, and mutations of them: single bits, pieces, and values of the header."""
 
 import json
-import random
 import struct
 
+from support.fuzzing import random_draws
 from unskew.deployment.wire.frames import MAGIC, EncodedFrame, Frame
 
 DEEP = b"[" * 3000 + b"]" * 3000
@@ -41,11 +41,11 @@ class Mutator:
 
     Args:
         frames: Messages.
-        seed: Seed of the draws.
+        seed: Seed of the draws in `make test`.
     """
 
     def __init__(self, frames: list[Frame], seed: int):
-        self.dice = random.Random(seed)
+        self.dice = random_draws(seed)
         self.messages = [to_bytes(frame) for frame in frames]
 
     def draw(self):

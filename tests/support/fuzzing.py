@@ -3,6 +3,7 @@
 import contextlib
 import io
 import os
+import random
 import resource
 import shutil
 import signal
@@ -16,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from unskew.errors import UnskewError
@@ -26,17 +27,22 @@ SECONDS = 20
 """Of computing time that nothing may take before it is refused, on any machine."""
 
 
+def scaled(examples):
+    """Return the number of cases under the profile of Hypothesis: as many as given, and ten times as many with ``fuzz``."""
+    return examples * settings.default.max_examples // 100
+
+
 def fuzz(examples):
-    """Settings with which every run of the suite tries the same cases; also with ``UNSKEW_FUZZ`` times as many."""
-    many = max(1, int(examples * float(os.environ.get("UNSKEW_FUZZ", "1"))))
-    return settings(
-        max_examples=many,
-        derandomize=True,
-        database=None,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.explicit, Phase.generate, Phase.shrink],
-    )
+    """Return the settings of Hypothesis for a number of cases, which the profile scales."""
+    return settings(max_examples=scaled(examples))
+
+
+def random_draws(seed):
+    """Return a random generator with this seed; with the profile ``fuzz`` with another one in each run, which is printed."""
+    if not settings.default.derandomize:
+        seed = int(os.environ.get("UNSKEW_FUZZ_SEED", random.SystemRandom().randrange(2**32)))
+        print(f"UNSKEW_FUZZ_SEED={seed} repeats these draws")
+    return random.Random(seed)
 
 
 def amounts(quick, slow):

@@ -42,14 +42,21 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
         method: Method of the run.
 
     Raises:
-        ConfigError: If the method does not support several models, or only some of them normalize their inputs.
+        ConfigError: If there is no model, the method does not support several, their options are of another number, or
+            only some of them normalize their inputs.
     """
     given = config.model if model is None else model
     models = split_models(given) if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]
+    if not models:
+        raise ConfigError("The list of models is empty. Pass one model, or a list of several.")
     if len(models) > 1:
         check_several_models(method, len(models))
     own = config.model_options
     options = [own] * len(models) if isinstance(own, dict) else own
+    if len(options) != len(models):
+        raise ConfigError(
+            f"model_options is a list of {len(options)} for {len(models)} models. Pass as many models as the run had."
+        )
     first, *others = [
         _build_spec(config, federation, entry, values, method) for entry, values in zip(models, options, strict=True)
     ]

@@ -18,6 +18,8 @@ from unskew.data.readers import arrow_io
 from unskew.data.readers.arrow_io import check_nesting
 from unskew.errors import DataError
 
+pytestmark = pytest.mark.fuzz
+
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
 Image = pytest.importorskip("PIL.Image")
@@ -64,6 +66,25 @@ def test_deeply_nested_json_lines_are_an_error_with_their_line(tmp_path, text):
     line = 65 if "\n[" in text else 4 if text.startswith('{"a": 1') else 1
     with pytest.raises(DataError, match=rf"Line {line} of .*deep\.jsonl is nested more than 64 levels deep\. Remove"):
         read_table_file(file)
+
+
+ODD_LINES = {
+    "zeros": (b"\0" * 100_000, "Line 2 of .* has 1 values, but the header has 2"),
+    "a long value": (b"1" * 10_000_000 + b",c", "have the same label, c"),
+    "a long text": (b"'" * 10_000_000 + b",c", "have the same label, c"),
+    "a quote without an end": (
+        b'"1,c\n' + b"1,c\n" * 10_000,
+        "Line 2 of .* A quotation mark in it is not closed before line 10003",
+    ),
+}
+
+
+@pytest.mark.parametrize(("line", "reason"), ODD_LINES.values(), ids=ODD_LINES)
+def test_odd_lines_of_a_csv_file_are_an_error_that_is_short(line, reason, tmp_path):
+    (tmp_path / "t.csv").write_bytes(b"a,y\n" + line + b"\n")
+    with pytest.raises(DataError, match=reason) as error:
+        unskew.load_federation(f"table:{tmp_path / 't.csv'}", label="y", clients=2, partition="iid")
+    assert len(str(error.value)) < 1000
 
 
 def test_usual_json_lines_are_read_as_before(tmp_path):

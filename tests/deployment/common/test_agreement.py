@@ -43,7 +43,7 @@ MASKED = {"secure_aggregation": "required", "rounds": 1, "eval_clients": 0}
 NOISE = "dp:noise=4,clip=1,adaptive=false,noise_at=sites,honest=3"
 
 
-pytestmark = pytest.mark.usefixtures("short_waits")
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("short_waits")]
 
 
 def cosine(one, other):

@@ -3,18 +3,22 @@
 from fractions import Fraction
 
 import numpy as np
+import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from support.fuzzing import fuzz
 
 from unskew.deployment.secagg.exact_sums import FRACTION, decode, encode, encoded_size, join, split
 from unskew.sums.base import LARGEST, SumRequest
+
+pytestmark = pytest.mark.fuzz
 
 NUMBERS = st.floats(-LARGEST, LARGEST, allow_nan=False)
 UNIT = Fraction(1, 2**FRACTION)
 
 
-@settings(max_examples=200, deadline=None)
+@fuzz(200)
 @given(st.lists(st.lists(NUMBERS, min_size=3, max_size=3), min_size=1, max_size=9))
 def test_the_sum_is_the_exact_sum_rounded_once(sites):
     """Summands are multiples of ``2^-96``, as all float64 numbers above ``2^-44`` are."""

@@ -13,6 +13,7 @@ from unskew.errors import UnskewError
 from unskew.generators.trained import ddpm
 
 pytestmark = [
+    pytest.mark.fuzz,
     pytest.mark.usefixtures("short_waits"),
     pytest.mark.skipif(find_spec("opacus") is None, reason="opacus is not installed"),
     pytest.mark.xdist_group("heavy"),  # Opacus takes several seconds to import

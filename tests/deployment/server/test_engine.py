@@ -79,6 +79,7 @@ def test_fedals_is_evaluated_in_rounds_in_which_the_whole_model_is_averaged(tmp_
     assert not [name for _, frame in place.link.received for name in frame.arrays if name.startswith("report/")]
 
 
+@pytest.mark.fuzz
 def test_the_noise_and_the_cohorts_of_a_deployment_cannot_be_predicted_from_the_seed(tmp_path):
     options = {"method": "dp:noise=1,adaptive=false", "sampling": "poisson", "participation": 0.6, "rounds": 6}
     first, _ = deployed(tmp_path / "a", **options)
@@ -92,6 +93,7 @@ def test_the_noise_and_the_cohorts_of_a_deployment_cannot_be_predicted_from_the_
     assert first.summary["privacy"] == simulated.summary["privacy"]
 
 
+@pytest.mark.fuzz
 def test_the_batches_and_the_noise_of_sites_cannot_be_predicted_from_the_seed(tmp_path):
     """Not even the batches: without noise, sites train on others."""
     for noise in (0, 1):

@@ -36,7 +36,7 @@ SWITCHES = {
 }
 
 
-pytestmark = pytest.mark.usefixtures("short_waits")
+pytestmark = [pytest.mark.fuzz, pytest.mark.usefixtures("short_waits")]
 
 
 class World:

@@ -33,6 +33,8 @@ from unskew.sums.base import ClientRows, SumKind, SumRequest
 from unskew.sums.columns import Classes, ColumnArguments, Histogram
 from unskew.sums.registry import SUMS
 
+pytestmark = pytest.mark.fuzz
+
 ALL = ("counts", "missing", "histograms", "moments")
 CLASSES = SumRequest("class_counts", {"classes": 3})
 MOMENTS = SumRequest("column_moments", {"columns": ["age"]})

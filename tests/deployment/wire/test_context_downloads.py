@@ -18,6 +18,8 @@ from unskew.methods.registry import METHODS, method
 from unskew.protocol.rules import WithServerHalf
 from unskew.simulation.broadcaster import Broadcaster
 
+pytestmark = pytest.mark.fuzz
+
 FOMO = {"method": "fedfomo:models=1,validation=0.5", "partition": "iid"}
 TWO = [{"name": "mlp", "hidden": [84]}, {"name": "mlp", "hidden": [20, 84]}]
 MORE = {"floco": "floco:endpoints=2,tau=1", "flora": "flora:ranks=1/2", "hetlora": "hetlora:ranks=1/2"}

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from support.flower_processes import FLOWER as FLOWER_PROGRAMS
 from support.flower_processes import environment, real
 from support.frames import Mutator, from_bytes, on_the_wire, to_bytes
-from support.fuzzing import fuzz
+from support.fuzzing import fuzz, scaled
 from support.sites import TINY, LoopPlace, deployed
 from support.slow import slow_but
 
@@ -31,6 +31,8 @@ from unskew.deployment.server.sites import SiteManager
 from unskew.deployment.site import listener
 from unskew.deployment.wire.frames import MAGIC, EncodedFrame, Frame, FrameError, receive
 from unskew.errors import UnskewError
+
+pytestmark = pytest.mark.fuzz
 
 RUNS = {
     "plain": {"method": "scaffold+ft", "holdout": 0.2, "rounds": 2},
@@ -91,7 +93,8 @@ def amounts(quick):
 
 @amounts(250)
 def test_a_site_replies_to_every_message_and_goes_on(recorded, count):
-    mutator, replies = Mutator(recorded.requests, seed=count), 0
+    count, replies = scaled(count), 0
+    mutator = Mutator(recorded.requests, seed=count)
     for _ in range(count):
         header, body = mutator.draw()
         try:
@@ -108,6 +111,7 @@ def test_a_site_replies_to_every_message_and_goes_on(recorded, count):
 @amounts(250)
 def test_the_server_rejects_a_reply_only_with_an_error_that_it_expects(recorded, count):
     """Errors of other types would be caught, too, but then something was read that was not validated before."""
+    count = scaled(count)
     mutators = {key: Mutator(frames, seed=count) for key, (_, _, frames) in recorded.takes.items()}
     assert ("train", "update") in mutators or ("train", "ready") in mutators
     for number in range(count):
@@ -228,7 +232,7 @@ def test_a_site_replies_at_its_socket_after_mutated_messages(count, tmp_path):
     deployed(tmp_path, place)
     site = place.sites[0]
     path, mutator = listening(site), Mutator([frame for _, frame in place.link.sent], seed=1)
-    for _ in range(count):
+    for _ in range(scaled(count)):
         exchange(path, on_the_wire(*mutator.draw()))
     for data in (
         b"",
@@ -282,7 +286,7 @@ def test_the_control_socket_replies_after_mutated_messages(tmp_path):
     path = control._listener.getsockname()
     mutator = Mutator([Frame("status"), Frame("stop", {"now": True}), Frame("exclude", {"site": "a"})], seed=2)
     try:
-        for _ in range(300):
+        for _ in range(scaled(300)):
             exchange(path, on_the_wire(*mutator.draw()))
         sites.status = lambda: {}["a"]
         assert exchange(path, on_the_wire(*to_bytes(Frame("status")))) is None
@@ -296,7 +300,7 @@ def test_the_bridge_to_flower_raises_one_kind_of_error(tmp_path):
     mutator = Mutator([Frame("update"), Frame("nodes", {"ids": ["1", "2"]})], seed=3)
     bridge = GridBridge(1 << 20)
     try:
-        for number in range(300):
+        for number in range(scaled(300)):
             bridge._app, app = socket.socketpair()
             with app:
                 for _ in range(2):

@@ -20,6 +20,8 @@ from unskew.deployment.wire.frames import Blob, Frame
 from unskew.deployment.wire.tensor_codec import decode_tensor, encode_tensor
 from unskew.methods.registry import METHODS
 
+pytestmark = pytest.mark.fuzz
+
 HOSTILE, FAULTS = 1, 2
 SCAFFOLD = {"method": "scaffold", "rounds": 4, "eval_clients": 0}
 OTHER_TYPE = {"float32": "int32", "int32": "float32", "uint8": "int8", "int8": "uint8", "int16": "bfloat16"}

@@ -205,15 +205,17 @@ def read_ragged(path: Path, layout: CsvLayout) -> Any:
         for _ in range(layout.skip + layout.header):
             file.readline()
         reader = csv_module.reader(file, delimiter=str(layout.dialect.separator))
+        before, last = layout.skip + layout.header, 0
         for row in reader:
+            first, last = last + 1, reader.line_num
             if not any(cell.strip() for cell in row):
                 continue
             if len(row) < count or any(cell.strip() for cell in row[count:]):
-                line = layout.skip + layout.header + reader.line_num
+                quote = f" A quotation mark in it is not closed before line {before + last}." if last > first else ""
                 raise DataError(
-                    f"Line {line} of {path} has {len(row)} values, but the header has {count}: "
-                    f"{str(layout.dialect.separator).join(row)[:80]!r}. Correct this line, or set csv.separator, or csv.skip "
-                    "if lines before the header do not belong to the table."
+                    f"Line {before + first} of {path} has {len(row)} values, but the header has {count}: "
+                    f"{str(layout.dialect.separator).join(row)[:80]!r}.{quote} Correct this line, or set csv.separator, or "
+                    "csv.skip if lines before the header do not belong to the table."
                 )
             for column, cell in zip(columns, row, strict=False):
                 column.append(cell)
