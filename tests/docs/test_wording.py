@@ -73,8 +73,8 @@ def flags_of(command):
 
 OF_PROGRAMS = """
 --help --version --quiet --verbose --log-json --install-completion --show-completion
---array --block --cpus-per-task --exclude --ip-address --job-name --nodelist --nodes --ntasks
---dependency --ntasks-per-node --num-cpus --overlap --parsable --time --wrap
+--array --block --cpus-per-task --exclude --gres --ip-address --job-name --nodelist --nodes --ntasks
+--dependency --ntasks-per-node --num-cpus --overlap --parsable --signal --time --wrap
 --address --head --port --host --generate --node-ip-address --object-store-memory
 --auth-supernode-private-key --database --disable-runtime-dependency-installation --enable-supernode-auth --node-config
 --root-certificates --run-config --ssl-ca-certfile --ssl-certfile --ssl-keyfile --backend-store-uri
