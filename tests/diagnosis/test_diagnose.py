@@ -385,6 +385,24 @@ def test_kept_images_are_used(tmp_path, capsys, monkeypatch):
         unskew.diagnose(blobs([5], classes=10), synthetic="run", model="logistic", curvature=False)
 
 
+@pytest.mark.parametrize(("hidden", "threads"), [(4, 1), (4096, 2)])
+def test_small_models_are_measured_with_one_thread(monkeypatch, hidden, threads):
+    """Threads of a small model wait for each other, which takes most of the time if other programs use the cores."""
+    used = []
+    monkeypatch.setattr("unskew.diagnosis.diagnose.num_cores", lambda: 4)
+    monkeypatch.setattr(
+        "unskew.diagnosis.diagnose.measure", lambda *args: used.append(torch.get_num_threads()) or measure(*args)
+    )
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        model = nn.Sequential(nn.Flatten(), nn.Linear(64, hidden), nn.ReLU(), nn.Linear(hidden, 10))
+        unskew.diagnose(data="digits", clients=2, model=model, samples=2, curvature=False, synthetic_fractions=[0])
+        assert (used, torch.get_num_threads()) == ([threads], 2)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_many_clients_are_sampled():
     fed = unskew.load_federation("digits", partition="iid", clients=60)
     report = unskew.diagnose(fed, model="logistic", sample_clients=7, samples=5, curvature=False)

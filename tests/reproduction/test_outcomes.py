@@ -151,6 +151,52 @@ def test_files_of_single_runs_are_merged_in_the_given_order_and_once(tmp_path):
     assert (tmp_path / "table.jsonl").read_text().splitlines() == lines
 
 
+def test_a_cut_file_of_a_single_run_damages_no_other_run(tmp_path):
+    runs = [{"study": "s", "number": number} for number in range(3)]
+    for run in runs:
+        write_outcome(tmp_path, "table", run, {"text": "x"})
+    cut = tmp_path / f"table.{identity_hash(runs[1])}.jsonl"
+    cut.write_bytes(cut.read_bytes()[:-5])
+    merge_outcomes(tmp_path, "table", [identity_hash(run) for run in runs])
+    append_outcome(tmp_path, "table", runs[1], {"text": "again"})
+    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+    assert [read_outcome(tmp_path, run)["text"] for run in runs] == ["x", "again", "x"]
+
+
+def test_a_corrupted_file_of_a_single_run_is_reported_before_any_is_moved(tmp_path):
+    runs = [{"study": "s", "number": number} for number in range(2)]
+    for run in runs:
+        write_outcome(tmp_path, "table", run, {"text": "x"})
+    (tmp_path / f"table.{identity_hash(runs[1])}.jsonl").write_text("{\n")
+    before = sorted(tmp_path.iterdir())
+    with pytest.raises(DataError, match=r"Line 1 of .*jsonl is corrupted"):
+        merge_outcomes(tmp_path, "table", [])
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def merge_many(folder, start):
+    start.wait()
+    for _ in range(200):
+        merge_outcomes(folder, "table", [])
+
+
+def test_several_processes_merge_the_files_of_single_runs(tmp_path):
+    context = multiprocessing.get_context("spawn")
+    start = context.Barrier(3)
+    workers = [context.Process(target=merge_many, args=(tmp_path, start)) for _ in range(2)]
+    for worker in workers:
+        worker.start()
+    start.wait()
+    for number in range(60):
+        write_outcome(tmp_path, "table", {"study": "s", "number": number}, {"text": "x" * 20_000})
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == 0
+    merge_outcomes(tmp_path, "table", [])
+    assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
+    assert len((tmp_path / "table.jsonl").read_text().splitlines()) == 60
+
+
 @pytest.mark.parametrize(
     "line", ["{", "[]", "3", '{"summary": {}}', '{"run": 3}', '{"run": {}, "x": NaN}', '{"run": {}']
 )

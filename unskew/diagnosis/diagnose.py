@@ -24,13 +24,14 @@ from unskew.data.task_options import apply_task_options
 from unskew.diagnosis.features import AdviceContext
 from unskew.diagnosis.report import DiagnosisReport
 from unskew.diagnosis.synthetic import Synthetic, image_files, synthetic_sets
-from unskew.engines.cpu import default_torch_modes
+from unskew.engines.costs import step_seconds, threads_of
+from unskew.engines.cpu import default_torch_modes, num_cores, num_threads
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
 from unskew.filesystem import parse_path
 from unskew.measurements.feature_skew import feature_skew
-from unskew.measurements.gradient_probe import GradientProbe
+from unskew.measurements.gradient_probe import BATCH, GradientProbe
 from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
 from unskew.measurements.label_skew import label_skew_metrics
 from unskew.measurements.site_differences import site_differences
@@ -142,7 +143,7 @@ def diagnose(
     )
     ids = selected_clients(fed, scope)
     sets, source = synthetic_sets(synthetic, fed, scope, ids)
-    with device_modes(device, config.precision):
+    with device_modes(device, config.precision), num_threads(threads_for(spec)):
         measured = [
             measure(
                 GradientProbe(spec, fed.objective, fed, v.to(device), b.to(device)), fed, scope, sets, label, progress
@@ -170,6 +171,15 @@ def diagnose(
         labels |= {"harmonized_between_before": before, "harmonized_between_after": after}
     setting = AdviceContext(config, fed, model_object(model), spec, federation is not None)
     return DiagnosisReport(details, labels, measured, sites, setting)
+
+
+def threads_for(spec: ModelSpec) -> int:
+    """Return the number of threads for the gradients of a model: 1 for a small one, for which more threads only wait.
+
+    Args:
+        spec: Model.
+    """
+    return min(torch.get_num_threads(), threads_of(step_seconds(spec, BATCH), num_cores()))
 
 
 def mean_local_steps(config: Experiment, sizes: np.ndarray) -> float:

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -145,7 +146,9 @@ def append_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[s
         CheckpointError: If the file cannot be written.
         ConfigError: If another process locks the file for more than a minute.
     """
-    _append(_table_file(folder, table), _line(run, result, device))
+    path = _table_file(folder, table)
+    with _table_lock(path):
+        _append(path, _line(run, result, device))
 
 
 def write_outcome(folder: Path, table: str, run: dict[str, Any], result: dict[str, Any]) -> None:
@@ -179,12 +182,19 @@ def merge_outcomes(folder: Path, table: str, order: Sequence[str]) -> None:
         ConfigError: If another process locks the file for more than a minute.
     """
     path = _table_file(folder, table)
-    hashes = {file.suffixes[-2][1:]: file for file in path.parent.glob(f"{path.stem}.{'[0-9a-f]' * 16}.jsonl")}
-    positions = {run: position for position, run in enumerate(order)}
-    files = [hashes[run] for run in sorted(hashes, key=lambda run: (positions.get(run, len(positions)), run))]
-    with disk_errors(path):
+    pattern = f"{path.stem}.{'[0-9a-f]' * 16}.jsonl"
+    if not any(path.parent.glob(pattern)):
+        return
+    with _table_lock(path), disk_errors(path):
+        hashes = {file.suffixes[-2][1:]: file for file in path.parent.glob(pattern)}
+        positions = {run: position for position, run in enumerate(order)}
+        files = [hashes[run] for run in sorted(hashes, key=lambda run: (positions.get(run, len(positions)), run))]
         known = read_file(path) if path.exists() else b""  # has the lines of a command that was killed here
-        _append(path, b"".join(line for line in map(read_file, files) if line not in known))
+        lines = []
+        for file in files:
+            dict(_parse_file(file))  # a corrupted file is reported before anything is moved
+            lines += [line + b"\n" for line in _complete_lines(file) if line + b"\n" not in known]
+        _append(path, b"".join(lines))
         for file in files:
             file.unlink(missing_ok=True)
 
@@ -202,19 +212,23 @@ def _line(run: dict[str, Any], result: dict[str, Any], device: str = "cpu") -> b
     return (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
 
 
+def _table_lock(path: Path) -> AbstractContextManager[None]:
+    """Return the lock of a table's file, for which all commands that write to it wait."""
+    return file_lock(path.with_name(f".{path.stem}.lock"), PATIENCE)
+
+
 def _append(path: Path, lines: bytes) -> None:
-    """Append lines to the file of a table."""
-    if not lines:
-        return
-    with (
-        file_lock(path.with_name(f".{path.stem}.lock"), PATIENCE),
-        disk_errors(path),
-        os.fdopen(open_to_append(path), "ab") as file,
-    ):
+    """Append lines to the file of a table, which is locked."""
+    with disk_errors(path), os.fdopen(open_to_append(path), "ab") as file:
         file.truncate(read_file(path).rfind(b"\n") + 1)  # a killed process may have left an incomplete line
         file.write(lines)
         file.flush()
         os.fsync(file.fileno())
+
+
+def _complete_lines(path: Path) -> list[bytes]:
+    """Return the lines of a file without line breaks; an incomplete last line is still being written."""
+    return read_file(path).split(b"\n")[:-1]
 
 
 def _curves(scored: list[dict[str, Any]]) -> dict[str, list[float | None]]:
@@ -251,7 +265,7 @@ def stored_outcomes(folder: Path) -> dict[str, StoredOutcome]:
 def _parse_file(path: Path) -> Iterator[tuple[str, StoredOutcome]]:
     """Yield the outcomes of a file with their keys; an incomplete last line is still being written, or never will be."""
     try:
-        *lines, _ = read_file(path).split(b"\n")
+        lines = _complete_lines(path)
     except FileNotFoundError:
         return
     except OSError as error:

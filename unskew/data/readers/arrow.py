@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import Any
 
 from unskew.errors import DataError
@@ -20,12 +21,15 @@ class LazyModule:
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._module: ModuleType | None = None
 
     def __getattr__(self, attribute: str) -> Any:
-        try:
-            return getattr(import_module(self._name), attribute)
-        except ImportError as error:
-            raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
+        if self._module is None:  # import_module is slow enough to notice in tables with thousands of columns
+            try:
+                self._module = import_module(self._name)
+            except ImportError as error:
+                raise DataError("Reading tables requires the package pyarrow: pip install 'unskew[hub]'.") from error
+        return getattr(self._module, attribute)
 
 
 pa: Any = LazyModule("pyarrow")
