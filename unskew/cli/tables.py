@@ -119,12 +119,14 @@ def summary_table(summary: dict[str, Any]) -> Table:
     judge, shown, scored = objective_metric(summary), client_metric(summary), primary_metric_name(summary)
     kept_score = summary.get(f"kept_{judge.name}")
     further = [metric_info(name) for name in FURTHER if name in summary and name != judge.name]
-    errors = "".join(f", {one.title} {value_text(one, summary[one.name])}" for one in further)
+    details = [f"loss {loss}"] if judge.name != "loss" or summary["loss"] is None else []
+    details += [f"{one.title} {value_text(one, summary[one.name])}" for one in further]
+    more = f"  ({', '.join(details)})" if details else ""
     score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
     lines = [
         (
             f"test {judge.title}, last round",
-            f"{score}{interval_suffix(summary, judge.name)}  (loss {loss}{errors})",
+            f"{score}{interval_suffix(summary, judge.name)}{more}",
         ),
         (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
     ]
