@@ -49,7 +49,7 @@ class Callback:
         """Called before the first round, or when the run is resumed.
 
         Args:
-            config: Fields of the configuration.
+            config: Fields of the configuration; ``objective`` is the metric that judges the run, also if it is ``auto``.
             rounds_done: Rounds that were finished before; 0 for a new run.
         """
 
