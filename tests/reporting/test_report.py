@@ -375,16 +375,16 @@ def test_older_folders_have_a_report_that_says_what_is_missing(run, light):
 
 def test_of_language_models_losses_count(run, light):
     summary = json.loads((run / "summary.json").read_text())
-    told = {"perplexity": 3.5, "best_loss": 1.25, "best_perplexity": 3.0}
+    told = {"objective": "loss", "perplexity": 3.5, "best_loss": 1.25, "best_perplexity": 3.0}
     (run / "summary.json").write_text(json.dumps(summary | told))
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     (run / "metrics.jsonl").write_text("".join(json.dumps({**row, "perplexity": 4.0}) + "\n" for row in rows))
     page = Page(unskew.report(run).read_text())
     assert page.column("comparison", "perplexity") == [3.5]
-    assert page.column("comparison", "loss, best round") == [1.25]
-    assert list(page.data["parts"][0]["curves"]["metric_titles"]) == ["loss", "perplexity", "accuracy"]
-    assert page.data["parts"][0]["curves"]["target"] is None
-    assert "target" not in page.tables
+    assert page.column("comparison", "best round") == [1.25]
+    assert list(page.data["parts"][0]["curves"]["metric_titles"]) == ["loss", "accuracy", "perplexity"]
+    assert page.data["parts"][0]["curves"]["target"] == 1.39  # 1.25 / 0.9
+    assert "target" in page.tables
 
 
 def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):

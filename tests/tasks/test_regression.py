@@ -167,7 +167,7 @@ def test_a_comparison_its_tables_and_its_report_show_r2(tmp_path, capsys):
     ]
     said = call(capsys, *command, *shape, *sets, "--out", str(tmp_path / "out")).out
     assert "Test R² in %" in said
-    assert "mae" in said
+    assert "MAE" in said
     assert "R² in % on the clients' own data" in said
     runs, _ = read_runs([tmp_path / "out"])
     (part,), _ = group_runs(runs)

@@ -37,7 +37,8 @@ from unskew.runs.parallel import execute_jobs, num_parallel_jobs
 from unskew.runs.parts import Part
 from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
-from unskew.tasks.primary_metric import client_metric_name, objective_metric, primary_metric_name
+from unskew.tasks.primary_metric import WORST, primary_metric_name
+from unskew.tasks.registry import objective_metric
 from unskew.tuning.spaces import SHARED, fixed_fields, spaces_for, split_expression, user_spaces
 from unskew.tuning.tune import tune
 
@@ -323,7 +324,7 @@ def results_of_runs(
         histories: History of each run, one row per round; empty without a global model.
     """
     objective = objective_metric(summaries[0]).name
-    name = client_metric_name(objective, primary_metric_name(summaries[0]))
+    name = primary_metric_name(summaries[0]) if objective == WORST else objective
     names = [f"{whose}_{name}_{what}" for whose in ("client", "personal") for what in ("mean", "worst")]
     metrics = [
         {key: _rounded(summary[key]) for key in (objective, *names) if summary.get(key) is not None}

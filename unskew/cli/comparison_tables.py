@@ -21,6 +21,7 @@ from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UN
 from unskew.tasks.formatting import (
     COST,
     F1,
+    FURTHER,
     format_megabytes,
     format_number,
     interval_text,
@@ -29,15 +30,8 @@ from unskew.tasks.formatting import (
     unit_text,
     value_text,
 )
-from unskew.tasks.primary_metric import (
-    SCORES,
-    MetricInfo,
-    client_metric_name,
-    metric_info,
-    metric_of,
-    objective_metric,
-    primary_metric_name,
-)
+from unskew.tasks.primary_metric import MetricInfo, metric_info
+from unskew.tasks.registry import client_metric, objective_metric
 
 if TYPE_CHECKING:
     from unskew.comparison.comparison_result import Comparison
@@ -174,31 +168,24 @@ def comparison_tables(rows: Sequence[dict[str, Any]], tuned: bool = False) -> li
 def comparison_table(rows: Sequence[dict[str, Any]], tuned: bool = False) -> Table:
     """Build the table that ``unskew compare`` prints: one row per method, means over seeds.
 
-    The table of language models contains losses.
-
     Args:
         rows: Results of each method.
         tuned: Whether the methods were tuned.
     """
     first, judge = rows[0], objective_metric(rows[0])
-    accuracy, loss = metric_info("accuracy"), metric_info("loss")
-    private: dict[str, str] = {}
-    further: dict[str, tuple[MetricInfo, str]] = {}
-    if "perplexity" in first and judge.name in (*SCORES, "loss", "perplexity"):
-        title = "Test loss in nats per token (lower is better)"
-        columns = {"last round": (loss, "loss"), "best round": (loss, "best_loss"), "perplexity": (loss, "perplexity")}
-        columns |= {"next token %": (accuracy, "accuracy"), "clients, mean %": (accuracy, "client_accuracy_mean")}
-    else:
-        title = f"Test {judge.title}{unit_text(judge)}{' (lower is better)' if judge.lower_is_better else ''}"
-        own = client_metric_name(judge.name, primary_metric_name(first))
-        columns = {"last round": (judge, judge.name), "best round": (judge, f"best_{judge.name}")}
-        columns |= {"kept model": (judge, f"kept_{judge.name}")} if f"kept_{judge.name}" in first else {}
-        columns |= {"clients, mean": (judge, f"client_{own}_mean"), "worst client": (judge, f"client_{own}_worst")}
-        further = {name: (loss, name) for name in ("mae", "rmse") if name in first}
-        shares = (F1 if first.get("micro_f1") is not None else {}) | {"attack success": "backdoor_success"}
-        further |= {title: (accuracy, name) for title, name in shares.items() if name in first}
-        private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
-        private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
+    accuracy, own = metric_info("accuracy"), client_metric(first)
+    title = f"Test {judge.title}{unit_text(judge)}{' (lower is better)' if judge.lower_is_better else ''}"
+    columns = {"last round": (judge, judge.name), "best round": (judge, f"best_{judge.name}")}
+    columns |= {"kept model": (judge, f"kept_{judge.name}")} if f"kept_{judge.name}" in first else {}
+    unit = " %" if own.percent and not judge.percent else ""
+    whose = {f"clients, mean{unit}": "mean", f"worst client{unit}": "worst"}
+    columns |= {title: (own, f"client_{own.name}_{what}") for title, what in whose.items()}
+    shown = [metric_info(name) for name in FURTHER if name in first and name != judge.name]
+    further = {f"{one.title}{' %' if one.percent else ''}": (one, one.name) for one in shown}
+    shares = (F1 if first.get("micro_f1") is not None else {}) | {"attack success": "backdoor_success"}
+    further |= {title: (accuracy, name) for title, name in shares.items() if name in first}
+    private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}
+    private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
     references = REFERENCES if tuned else f"{REFERENCES}\n{UNTUNED}"
     title = references if first.get("reference") else f"{title}, {mean_std_text(first)}"
     names = (*columns, rounds_title(first), *further, *private, *cost_columns(first))
@@ -317,8 +304,8 @@ def leave_one_out_table(result: LeaveOneOut) -> Table:
 
 def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     """Build the table of per-client metrics of ``unskew compare``; None if no method has personal models."""
-    scored = client_metric_name(objective_metric(rows[0]).name, primary_metric_name(rows[0]))
-    judge = metric_of(rows[0], scored)
+    judge = client_metric(rows[0])
+    scored = judge.name
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
     title = f"{judge.heading}{unit_text(judge)} on the clients' own data, last round"

@@ -22,12 +22,11 @@ from rich.progress import (
 from unskew.cli.tables import columns_table
 from unskew.cli.verbosity import LOUDNESS, log_event
 from unskew.comparison.references import trains_global_model
-from unskew.config.metrics import AUTO, metric_name
 from unskew.data.federation import Federation
 from unskew.progress import PATIENCE, report_progress_to
 from unskew.records.recorder import Callback, Row
 from unskew.tasks.formatting import value_text
-from unskew.tasks.primary_metric import metric_info, primary_metric_name, validation_metric_name
+from unskew.tasks.primary_metric import metric_info, validation_metric_name
 
 
 @contextmanager
@@ -122,7 +121,6 @@ class ProgressLine(Callback):
 
     def __post_init__(self) -> None:
         self.making: TaskID | None = None
-        self.objective = AUTO
         self.global_model = True
 
     def loaded(self, federation: Federation) -> None:
@@ -133,7 +131,7 @@ class ProgressLine(Callback):
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
         """Add the line to the display."""
         log_event("start", run=self.title, rounds=config["rounds"], rounds_done=rounds_done)
-        self.objective = metric_name(config.get("objective", AUTO))
+        self.judge = metric_info(config["objective"])
         self.global_model = trains_global_model(str(config.get("method", "")))
         self.progress.start()
         if self.making is not None:
@@ -153,7 +151,7 @@ class ProgressLine(Callback):
     def round(self, row: Row) -> None:
         """Advance the line and show the metric of the round."""
         log_event("round", run=self.title, **row)
-        judge = metric_info(primary_metric_name(row) if self.objective == AUTO else self.objective)
+        judge = self.judge
         name, where = (validation_metric_name(judge.name), "held-out") if self.held_out else (judge.name, "test")
         if row.get(name) is not None and self.global_model:
             text = f"{where} {judge.title} {value_text(judge, row[name])}"

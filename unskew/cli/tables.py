@@ -16,15 +16,16 @@ from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
     F1,
+    FURTHER,
     format_megabytes,
-    format_number,
     format_percent,
     missing_text,
     secondary_metrics,
     value_text,
 )
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.primary_metric import client_metric_name, metric_of, objective_metric, primary_metric_name
+from unskew.tasks.primary_metric import metric_info, metric_of, primary_metric_name
+from unskew.tasks.registry import client_metric, objective_metric
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -39,8 +40,8 @@ def clients_text(summary: dict[str, Any], whose: str) -> str:
         summary: Summary of the run.
         whose: Prefix of the metrics, ``client`` or ``personal``.
     """
-    scored = client_metric_name(objective_metric(summary).name, primary_metric_name(summary))
-    judge = metric_of(summary, scored)
+    judge = client_metric(summary)
+    scored = judge.name
     mean, std, decile, worst = (
         value_text(judge, summary[f"{whose}_{scored}_{name}"]) for name in ("mean", "std", "worst_decile", "worst")
     )
@@ -115,15 +116,17 @@ def summary_table(summary: dict[str, Any]) -> Table:
         f", {summary['clients_per_group']} clients per group" if summary.get("clients_per_group", 1) > 1 else ""
     )
     loss = "diverged" if summary["loss"] is None else f"{summary['loss']:.4f}"
-    judge, scored = objective_metric(summary), primary_metric_name(summary)
-    shown = metric_of(summary, client_metric_name(judge.name, scored))
+    judge, shown, scored = objective_metric(summary), client_metric(summary), primary_metric_name(summary)
     kept_score = summary.get(f"kept_{judge.name}")
-    errors = "".join(f", {name.upper()} {format_number(summary[name])}" for name in ("mae", "rmse") if name in summary)
+    further = [metric_info(name) for name in FURTHER if name in summary and name != judge.name]
+    details = [f"loss {loss}"] if judge.name != "loss" or summary["loss"] is None else []
+    details += [f"{one.title} {value_text(one, summary[one.name])}" for one in further]
+    more = f"  ({', '.join(details)})" if details else ""
     score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
     lines = [
         (
             f"test {judge.title}, last round",
-            f"{score}{interval_suffix(summary, judge.name)}  (loss {loss}{errors})",
+            f"{score}{interval_suffix(summary, judge.name)}{more}",
         ),
         (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
     ]
@@ -153,19 +156,6 @@ def summary_table(summary: dict[str, Any]) -> Table:
     ]
     if "seconds_simulated" in summary:
         lines.append(("simulated time", f"{summary['seconds_simulated']:.1f} s"))
-    if "perplexity" in summary:
-        best_loss, best_perplexity = (format_number(summary[f"best_{name}"]) for name in ("loss", "perplexity"))
-        more = (
-            f"{format_number(summary['perplexity'])}, next-token accuracy {format_percent(summary['accuracy'])}%, "
-            f"exact match {format_percent(summary['exact_match'])}%"
-        )
-        by_loss = judge.name == "loss"
-        when = f", round {summary['best_round']}" if by_loss else ""
-        lines[:2] = [
-            *([] if by_loss else [(f"test {judge.title}, last round", score), lines[1]]),
-            ("test loss, last round", f"{loss} nats per token  (perplexity {more})"),
-            ("test loss, best round", f"{best_loss}  (perplexity {best_perplexity}{when})"),
-        ]
     if summary.get("micro_f1") is not None:
         lines[2:2] = [
             (when, ", ".join(f"{title} {format_percent(summary[best + name])}%" for title, name in F1.items()))

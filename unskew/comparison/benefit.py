@@ -15,12 +15,9 @@ from unskew.comparison.summary_statistics import Summary, interval_of, is_usable
 from unskew.tasks.intervals import interval_fields
 from unskew.tasks.primary_metric import (
     MetricInfo,
-    client_metric_name,
-    metric_info,
-    objective_metric,
     primary_metric_name,
 )
-from unskew.tasks.registry import task_scored_by
+from unskew.tasks.registry import client_metric, objective_metric, task_scored_by
 
 PREFIXES = {"personal": "personal_", "constant": "constant_"}
 """Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
@@ -263,8 +260,7 @@ def assess_benefit(
     if not ranked:
         return None
     first = summaries[ranked[0]][0]
-    objective, scored = objective_metric(first), primary_metric_name(first)
-    metric = metric_info(client_metric_name(objective.name, scored), first.get("own_metrics"), first.get("positive"))
+    objective, metric, scored = objective_metric(first), client_metric(first), primary_metric_name(first)
     labels, candidates = dict[str, str](), dict[str, int]()
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):

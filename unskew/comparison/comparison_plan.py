@@ -50,6 +50,7 @@ class ComparisonPlan:
         values: Fields of the configuration that all runs share.
         overrides: Fields that differ for single methods, by name.
         folder: Folder for all runs, or None.
+        target: Value of the objective for which rounds are counted, or None; no run has it.
     """
 
     federation: Federation | None
@@ -59,6 +60,7 @@ class ComparisonPlan:
     values: Mapping[str, Any]
     overrides: Mapping[str, Mapping[str, Any]]
     folder: Path | None
+    target: float | None = None
 
     @cached_property
     def configs(self) -> dict[tuple[str, int], Experiment]:
@@ -118,7 +120,7 @@ class ComparisonPlan:
         """Validate all methods before the first one is trained, and return the size of the largest model."""
         sizes = []
         for name, own_method in self.methods.items():
-            config = self.configs[name, self.seeds[0]]
+            config = self.configs[name, self.seeds[0]].model_copy(update={"target": self.target})
             sizes.append(resolve_run(config, data, self.model, own_method).spec.size)
             check_given_set(config, own_method)
         return max(sizes)
@@ -207,7 +209,7 @@ def plan_comparison(
     values, own_model = config_from_arguments(options, federation, model), model_object(model)
     own = overrides_by_method(overrides, list(by_name))
     experiment({**values, **own[next(iter(by_name))], "target": target})  # validate the target, which no run has
-    plan = ComparisonPlan(federation, own_model, by_name, which, values, own, folder)
+    plan = ComparisonPlan(federation, own_model, by_name, which, values, own, folder, target)
     check_same_data(plan.configs[name, which[0]] for name in by_name)
     check_same_objective(plan.configs[name, which[0]] for name in by_name)
     return plan

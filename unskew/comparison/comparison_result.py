@@ -30,7 +30,8 @@ from unskew.records.recorder import first_reaching, with_closing
 from unskew.tasks.formatting import value_text
 from unskew.tasks.html_table import format_mean_std
 from unskew.tasks.intervals import interval95
-from unskew.tasks.primary_metric import MetricInfo, client_metric_name, objective_metric, primary_metric_name
+from unskew.tasks.primary_metric import MetricInfo
+from unskew.tasks.registry import client_metric, objective_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -170,8 +171,7 @@ class Comparison(NotebookTable):
         table = []
         for row in self.rows():
             judged = objective_metric(row).name
-            own = client_metric_name(judged, primary_metric_name(row))
-            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{own}_mean"])
+            shown = dict.fromkeys([judged, f"best_{judged}", "loss", f"client_{client_metric(row).name}_mean"])
             means = {name: format_mean_std(row[name], row[std_key(name)]) for name in shown}
             sent = {f"MB {way}": format_mean_std(row[f"bytes_{way}"], factor=1e-6) for way in ("up", "down")}
             reached = {f"rounds to {self.target:g}": format_mean_std(row["rounds_to_target"])}

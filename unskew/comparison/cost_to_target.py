@@ -51,7 +51,7 @@ def target_costs(
     Args:
         histories: For each method, the history of each seed: one dictionary per round.
         target: Value of the objective.
-        objective: Metric by which runs are compared; accuracy or R² if None.
+        objective: Metric by which runs are compared; that of ``objective: auto`` if None.
     """
     needs = {name: _needs(runs, target, objective) for name, runs in histories.items()}
     costs = []

@@ -26,7 +26,8 @@ from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression
 from unskew.runs.summary import ALL_SAMPLES
 from unskew.tasks.intervals import interval95
-from unskew.tasks.primary_metric import MetricInfo, client_metric_name, metric_info, primary_metric_name
+from unskew.tasks.primary_metric import MetricInfo, metric_info
+from unskew.tasks.registry import client_metric
 
 MOST = 50
 """Maximum number of clients that are left out without naming them."""
@@ -106,7 +107,7 @@ def leave_one_out(
     folder = None if out is None else parse_path(out).absolute()
     complete = compare(federation, out=folder, resume=resume, callback_factory=callback_factory, **options)
     first = complete.ranked[next(iter(complete.ranked))][0]
-    name = client_metric_name(complete.objective.name, primary_metric_name(first))
+    name = client_metric(first).name
     by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in complete.ranked}
     methods = [entry for entry in options.pop("methods") if not is_reference(method_expression(entry))]
     for once in ("references", "budget_minutes", "on_estimate"):

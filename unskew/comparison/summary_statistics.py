@@ -9,14 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import CheckpointError
-from unskew.tasks.primary_metric import (
-    METRIC_PREFIXES,
-    WORST,
-    client_metric_name,
-    objective_metric,
-    primary_metric_name,
-)
-from unskew.tasks.registry import TASKS
+from unskew.tasks.primary_metric import METRIC_PREFIXES, WORST, primary_metric_name
+from unskew.tasks.registry import TASKS, client_metric, objective_metric
 
 LARGEST = 1e300
 ENDS = ("low", "high")
@@ -74,7 +68,7 @@ CLIENT_MODELS = {
 def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the summary keys whose mean and standard deviation (``std_key``) over seeds are in table rows."""
     scored, objective = primary_metric_name(summary), objective_metric(summary).name
-    judging = dict.fromkeys([scored, client_metric_name(objective, scored)])
+    judging = dict.fromkeys([scored, client_metric(summary).name])
     groups = ("client", "personal", *(UNSEEN if "unseen_evaluated" in summary else ()))
     over_clients = (f"{whose}_{name}_{what}" for name in judging for whose in groups for what in OVER_CLIENTS)
     judged = (name for key in dict.fromkeys([scored, objective]) for name in (key, f"best_{key}"))

@@ -30,7 +30,7 @@ from unskew.models.names import HUB, parse_model, parse_models, split_models
 from unskew.option_parsing import LARGEST, all_finite
 from unskew.protocol.training_config import Training
 from unskew.simulation.samplers.registry import parse_sampling
-from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, metric_info
+from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES
 
 Positive = Annotated[float, Field(gt=0, le=LARGEST, allow_inf_nan=False)]
 DEVICES = r"^(auto|cpu|mps|(cuda|xpu)(:\d+)?)$"
@@ -172,7 +172,7 @@ class Experiment(DataSpec):
     positive: Annotated[str | None, EVALUATION] = None
     """Positive one of two classes, for metrics of one class and thresholds; None is the second class in sorted order."""
     objective: Annotated[ObjectiveField, METRIC, EVALUATION] = AUTO
-    """Metric that judges the run; ``auto`` is the task's primary metric, such as accuracy, R² or concordance."""
+    """Metric that judges the run; ``auto`` is the primary metric such as accuracy or R², or the loss of a language model."""
     early_stopping: Annotated[Annotated[int, Field(ge=1)] | None, EVALUATION] = None
     """Stop after this many consecutive evaluations without a better objective on the clients' held-out samples."""
     keep: Annotated[Literal["best", "last"], EVALUATION] = "last"
@@ -308,7 +308,7 @@ class Experiment(DataSpec):
                 raise ValueError(unknown_name("diagnostic", unknown[0], known).rstrip("."))
 
     def _check_metrics(self) -> None:
-        """Validate the names of metrics and objective, and the range of the target."""
+        """Validate the names of metrics and objective, and that the target is positive."""
         own = [metric_name(metric) for metric in self.metrics if is_custom_metric(metric)]
         if len(set(own)) < len(own):
             raise ValueError(f"two metrics are named {max(own, key=own.count)!r}; rename one of them")
@@ -318,10 +318,8 @@ class Experiment(DataSpec):
             raise ValueError(unknown_name("objective", name, known).rstrip("."))
         if self.target is None or is_custom_metric(self.objective) or name in own:
             return
-        share = name == AUTO or metric_info(name).percent
-        if self.target <= 0 or (share and self.target > 1):
-            unit = "above 0 and at most 1, such as 0.9 for 90 %" if share else "above 0, in the unit of the objective"
-            raise ValueError(f"target={self.target:g} is not valid: it must be {unit}")
+        if self.target <= 0:
+            raise ValueError(f"target={self.target:g} is not valid: it must be above 0, in the unit of the objective")
 
     @field_validator("sampling", "trackers")
     @classmethod

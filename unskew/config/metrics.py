@@ -12,7 +12,7 @@ from unskew.errors import short_repr, unknown_name
 from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, RECALL
 
 AUTO = "auto"
-"""Objective that means the task's primary metric."""
+"""Objective that means the default of the task, ``Task.judged_by``."""
 MetricLike = str | Callable[..., Any]
 
 

@@ -17,7 +17,8 @@ from unskew.errors import ConfigError, short_repr
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
-from unskew.tasks.primary_metric import WORST, metric_info, objective_metric
+from unskew.tasks.primary_metric import WORST, metric_info
+from unskew.tasks.registry import objective_metric
 
 CANDIDATES = 7
 """Maximum number of suggested methods that are tested."""

@@ -12,7 +12,8 @@ import numpy as np
 
 from unskew.plots.figure import MARKERS, PALETTE, literal_text, new_figure, save_or_return, set_round_axis
 from unskew.tasks.intervals import wilson_interval
-from unskew.tasks.primary_metric import SCORES, MetricInfo, metric_info, primary_metric_name
+from unskew.tasks.primary_metric import MetricInfo
+from unskew.tasks.registry import objective_metric
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -27,12 +28,12 @@ def plot_convergence(
     objective: MetricInfo | None = None,
     without_traffic: Collection[str] = (),
 ) -> Path | Figure:
-    """Plot the objective (for language models, the test loss) against rounds and traffic: mean and std over seeds.
+    """Plot the objective against rounds and traffic: mean and std over seeds.
 
     Args:
         runs: History of each seed, by method.
         path: Image file to write; its suffix determines the format. None returns the figure.
-        objective: Metric that judges the runs; accuracy or R² if None.
+        objective: Metric that judges the runs; that of ``objective: auto`` if None.
         without_traffic: Names in ``runs`` that are plotted only against rounds.
 
     Returns:
@@ -40,22 +41,17 @@ def plot_convergence(
     """
     figure, ((left, right),) = new_figure(10, 4, columns=2)
     names = {name for histories in runs.values() for h in histories for row in h[:1] for name in row}
-    shown = objective or metric_info(primary_metric_name(names))
-    name_of = shown.name
+    shown = objective or objective_metric(dict.fromkeys(names))
     factor = 100 if shown.percent else 1
     title = f"test {shown.title}"
     title = f"{title} (%)" if shown.percent else title
-    if "perplexity" in names and shown.name in SCORES:
-        name_of = "loss"
-        factor = 1
-        title = "test loss per token"
     for number, (name, histories) in enumerate(runs.items()):
-        scored = [[row for row in h if row.get(name_of) is not None] for h in histories]
+        scored = [[row for row in h if row.get(shown.name) is not None] for h in histories]
         shortest = min(len(h) for h in scored)
         if not shortest:
             continue
         rounds = np.array([row["round"] for row in scored[0][:shortest]])
-        values = factor * np.array([[row[name_of] for row in h[:shortest]] for h in scored])
+        values = factor * np.array([[row[shown.name] for row in h[:shortest]] for h in scored])
         traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h[:shortest]] for h in scored]).mean(0)
         mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
         # Curves often overlap: different markers at different positions keep each of them visible.

@@ -12,7 +12,7 @@ from unskew.progress import PATIENCE
 from unskew.records.recorder import Callback, Row
 from unskew.tasks.formatting import value_text
 from unskew.tasks.html_table import cell_text, html_page
-from unskew.tasks.primary_metric import metric_info, primary_metric_name
+from unskew.tasks.primary_metric import metric_info
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -47,8 +47,9 @@ class NotebookProgress(Callback):
     """Time of the last line of any run."""
 
     def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Store the title of the run."""
+        """Store the title and the objective of the run."""
         self.title, self.rounds = f"{config['method']}, seed {config['seed']}", config["rounds"]
+        self.judge = metric_info(config["objective"])
         self.tenths = 10 * rounds_done // self.rounds
         NotebookProgress.printed = NotebookProgress.printed or time.monotonic()
 
@@ -58,7 +59,7 @@ class NotebookProgress(Callback):
         if tenths in (self.tenths, 10) or time.monotonic() - NotebookProgress.printed < PATIENCE:
             return
         self.tenths, NotebookProgress.printed = tenths, time.monotonic()
-        judge = metric_info(primary_metric_name(row))
+        judge = self.judge
         value = "" if row.get(judge.name) is None else f", test {judge.title} {value_text(judge, row[judge.name])}"
         print(f"{self.title}: round {row['round']} of {self.rounds}{value}, {row['seconds']:.0f} s", flush=True)
 

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from unskew.errors import CheckpointError
 from unskew.filesystem import append_text, disk_errors, open_to_append, parse_json, write_atomic
-from unskew.tasks.primary_metric import MetricInfo, metric_info, primary_metric_name
+from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
+from unskew.tasks.registry import objective_metric
 from unskew.version import __version__
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Callback:
         """Called before the first round, or when the run is resumed.
 
         Args:
-            config: Fields of the configuration.
+            config: Fields of the configuration; ``objective`` is the metric that judges the run, also if it is ``auto``.
             rounds_done: Rounds that were finished before; 0 for a new run.
         """
 
@@ -313,13 +314,13 @@ def first_reaching(history: Iterable[Row], target: float, objective: MetricInfo 
     Args:
         history: Rows of a run.
         target: Value of the objective.
-        objective: Metric that judges the run; accuracy or R² if None.
+        objective: Metric that judges the run; that of ``objective: auto`` if None.
 
     >>> first_reaching([{"round": 1, "accuracy": None}, {"round": 2, "accuracy": 0.4}], 0.4)
     {'round': 2, 'accuracy': 0.4}
     """
     for row in history:
-        judge = objective or metric_info(primary_metric_name(row))
+        judge = objective or objective_metric(row)
         value = row.get(judge.name)
         if value is not None and judge.rank(value) >= judge.rank(target):
             return row

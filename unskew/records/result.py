@@ -15,7 +15,7 @@ from unskew.json_models import JsonModel, read_model
 from unskew.records.notebook import to_data_frame
 from unskew.records.recorder import parse_rows
 from unskew.tasks.html_table import format_mean_std, html_table
-from unskew.tasks.primary_metric import objective_metric
+from unskew.tasks.registry import objective_metric
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -78,7 +78,7 @@ class Result:
         return to_data_frame(self.history)
 
     def plot(self, path: str | Path | None = None) -> Path | Figure:
-        """Plot the objective (for language models, the loss) against rounds and traffic.
+        """Plot the objective against rounds and traffic.
 
         Args:
             path: Image file to write. None returns the figure, which notebooks display.
@@ -89,8 +89,7 @@ class Result:
 
     def _shown(self) -> dict[str, Any]:
         judged = objective_metric(self.summary).name
-        names = ("loss", "best_loss") if "best_perplexity" in self.summary else (judged, f"best_{judged}")
-        return {name: self.summary[name] for name in ("method", "rounds", *names)}
+        return {name: self.summary[name] for name in ("method", "rounds", judged, f"best_{judged}")}
 
     def __repr__(self) -> str:
         return f"Result({', '.join(f'{name}={value!r}' for name, value in self._shown().items())})"

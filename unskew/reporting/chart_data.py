@@ -96,8 +96,7 @@ def evaluated_metrics(part: RunGroup) -> dict[str, str]:
     validation_key = f"validation_{judge.name}"
     names[validation_key] = names.get(validation_key, axis_title(judge, " on held-out samples of the clients"))
     there = {name for run in part.runs for row in run.history for name in row if is_usable_number(row[name])}
-    first = ("loss", "perplexity") if part.language else ()
-    first = first if judge.name in SCORES else (judge.name, validation_key)
+    first = () if judge.name in SCORES else (judge.name, validation_key)
     return {name: names[name] for name in dict.fromkeys([*first, *names]) if name in there}
 
 
@@ -117,7 +116,7 @@ def learning_curves(part: RunGroup) -> dict[str, Any]:
     return {
         "metric_titles": titles,
         "scored": part.objective.name,
-        "target": (100 if part.objective.percent else 1) * part.target if part.counts else None,
+        "target": (100 if part.objective.percent else 1) * part.target,
         "unit": " %" if part.objective.percent else "",
         "lines": {
             entry.label: {name: mean_line(entry, name, title.endswith("(%)")) for name, title in titles.items()}

@@ -26,7 +26,8 @@ from unskew.reporting.chart_data import EVALUATED, axis_title, client_metrics, e
 from unskew.reporting.run_reader import PER_ROUND
 from unskew.runs.cost import duration
 from unskew.tasks.formatting import format_megabytes, value_text
-from unskew.tasks.primary_metric import SCORES, MetricInfo, client_metric_name, metric_info, primary_metric_name
+from unskew.tasks.primary_metric import MetricInfo, metric_info
+from unskew.tasks.registry import task_of
 
 POINTS = 300
 """Maximum number of points of a curve."""
@@ -69,6 +70,7 @@ class LiveRun:
         self._line = b""
         self._curves: dict[str, tuple[array[float], array[float]]] = {}  # rounds and values
         self._last: dict[str, Any] = {}
+        self._task = task_of(())
         self._seconds: deque[float] = deque(maxlen=RECENT + 1)
         self.notes.pop("metrics.jsonl", None)
 
@@ -147,7 +149,7 @@ class LiveRun:
             return
         row = self._without_global_model(row)
         self._last = {name: row[name] for name in PER_ROUND}
-        self._last |= {"primary": primary_metric_name(row), "language": "perplexity" in row}
+        self._task = task_of(row)
         self._seconds.append(row["seconds"])
         for name in row.keys() - {*PER_ROUND}:
             stored = name in self._curves or len(self._curves) < MOST_CURVES
@@ -190,8 +192,7 @@ class LiveRun:
     def objective(self) -> MetricInfo:
         """Return the metric that judges the run."""
         name = metric_name(self._text("objective") or AUTO)
-        judge = self._metric(self._last.get("primary", "accuracy") if name == AUTO else name)
-        return self._metric("loss") if self._last.get("language") and judge.name in SCORES else judge
+        return self._metric(self._task.judged_by if name == AUTO else name)
 
     def row(self) -> list[str]:
         """Return the texts of a run in the table of runs, in the order of its columns in ``watch.html``."""
@@ -206,7 +207,7 @@ class LiveRun:
             latest, extreme = value_text(judge, values[-1]), (min if judge.lower_is_better else max)(values)
             best = f"{value_text(judge, extreme)} (round {rounds[values.index(extreme)]:.0f})"
         elif self._last and not trains_global_model(self._text("method")):
-            scored = client_metric_name(judge.name, self._last["primary"])
+            scored = self._task.client_metric_name(judge.name)
             mean = self._config.get(f"{OF_CLIENTS}{scored}_mean")  # of summary.json
             latest = "no global model"
             if is_usable_number(mean):
@@ -239,7 +240,7 @@ class LiveRun:
     def client_table(self) -> tuple[list[str], list[list[str]]]:
         """Return the columns and rows of the table of clients, the worst client first; empty before the evaluation."""
         metrics = client_metrics(self._clients, self._own, self._text("positive") or None)
-        scored = client_metric_name(self.objective().name, self._last.get("primary", "accuracy"))
+        scored = self._task.client_metric_name(self.objective().name)
         metrics = dict(sorted(metrics.items(), key=lambda pair: pair[0] != scored)[:MOST_CURVES])
 
         def rank(row: dict[str, Any]) -> float:

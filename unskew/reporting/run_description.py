@@ -123,7 +123,7 @@ def repeat_commands(part: RunGroup) -> list[str]:
     else:  # each method has its own fields, as after tuning
         words = ["unskew", "compare", *files, *which]
     words += [] if len(series) < len(part.series) else ["--no-references"]
-    return [shlex.join([*words, *([] if part.language else ["--target", f"{part.target:g}"])])]
+    return [shlex.join([*words, "--target", f"{part.target:g}"])]
 
 
 def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:

@@ -13,14 +13,8 @@ from unskew.comparison.summary_statistics import is_usable_number
 from unskew.errors import CheckpointError
 from unskew.json_models import read_model
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.primary_metric import (
-    SCORES,
-    MetricInfo,
-    client_metric_name,
-    metric_of,
-    objective_metric,
-    primary_metric_name,
-)
+from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
+from unskew.tasks.registry import client_metric, objective_metric
 
 PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
@@ -77,12 +71,6 @@ class RunGroup:
         return [method_runs for method_runs in self.series if not is_reference(method_runs.method)]
 
     @property
-    def language(self) -> bool:
-        """Return whether losses are shown instead of accuracies."""
-        usual = self.objective.name in (*SCORES, "loss", "perplexity")
-        return usual and all("perplexity" in run.summary for run in self.runs)
-
-    @property
     def scored(self) -> str:
         """Name of the task's primary metric."""
         return primary_metric_name(self.runs[0].summary)
@@ -95,12 +83,7 @@ class RunGroup:
     @property
     def at_clients(self) -> MetricInfo:
         """Corresponding metric of single clients."""
-        return metric_of(self.runs[0].summary, client_metric_name(self.objective.name, self.scored))
-
-    @property
-    def counts(self) -> bool:
-        """Return whether rounds to a target are shown."""
-        return not (self.language and self.objective.name in SCORES)
+        return client_metric(self.runs[0].summary)
 
     @cached_property
     def comparison(self) -> Comparison:

@@ -284,7 +284,7 @@ def summary_line(part: RunGroup) -> str:
     methods = part.ranked or part.series
     references = ", with references" if len(methods) < len(part.series) else ""
     line = f"{len(methods)} method{'s' if len(methods) > 1 else ''}{references}, seeds {', '.join(map(str, seeds))}"
-    target = f", target {value_text(part.objective, part.target, sign=' %')}" if part.counts else ""
+    target = f", target {value_text(part.objective, part.target, sign=' %')}"
     newest = max((run.folder / "summary.json").stat().st_mtime for run in part.runs)
     day = datetime.fromtimestamp(newest, UTC).strftime("%Y-%m-%d")
     return f"{line}, {' or '.join(map(str, rounds))} rounds{target}; finished on {day}"

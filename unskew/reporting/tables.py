@@ -30,6 +30,7 @@ from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
     COST,
     F1,
+    FURTHER,
     format_megabytes,
     format_percent,
     interval_text,
@@ -157,24 +158,19 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     several = {title: name for title, name in F1.items() if any(row.get(name) is not None for row in rows)}
     personal = any(row[f"personal_{own.name}_mean"] is not None for row in rows)
     columns: dict[str, Any] = {}
-    if part.language:
-        losses = {"loss, last round": "loss", "loss, best round": "best_loss", "perplexity": "perplexity"}
-        columns |= {title: (loss_cell, name) for title, name in losses.items()}
-        columns["next token, %"] = (percent_cell, "accuracy")
-    else:
-        shown_columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
-        shown_columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
-        columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in shown_columns.items()}
-        columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
-        more = secondary_metrics(rows[0])
-        columns |= {metric_title(metric.title, metric): (metric_cell(metric), metric.name) for metric in more}
-        for name in ("epsilon", "epsilon_if_secret"):
-            if any(row.get(name) is not None for row in rows):
-                columns[name.replace("_", " ")] = (loss_cell, name)
-        if "backdoor_success" in rows[0]:
-            columns["attack success, %"] = (percent_cell, "backdoor_success")
-        columns["loss"] = (loss_cell, "loss")
-        columns |= {name.upper(): (loss_cell, name) for name in ("mae", "rmse") if name in rows[0]}
+    shown_columns = {"last round": judge.name, "best round": f"best_{judge.name}"}
+    shown_columns |= {"kept model": f"kept_{judge.name}"} if f"kept_{judge.name}" in rows[0] else {}
+    columns |= {metric_title(title, judge): (metric_cell(judge), name) for title, name in shown_columns.items()}
+    columns |= {f"{title}, %": (percent_cell, name) for title, name in several.items()}
+    more = secondary_metrics(rows[0])
+    columns |= {metric_title(metric.title, metric): (metric_cell(metric), metric.name) for metric in more}
+    for name in ("epsilon", "epsilon_if_secret"):
+        if any(row.get(name) is not None for row in rows):
+            columns[name.replace("_", " ")] = (loss_cell, name)
+    if "backdoor_success" in rows[0]:
+        columns["attack success, %"] = (percent_cell, "backdoor_success")
+    further = [metric_info(name) for name in ("loss", *FURTHER) if name in rows[0]]
+    columns |= {metric_title(one.title, one): (metric_cell(one), one.name) for one in further if one != judge}
     per, write = " %" if own.percent else "", metric_cell(own)
     columns[f"clients, mean{per}"] = (write, f"client_{own.name}_mean")
     columns[metric_title("worst decile", own)] = (write, f"client_{own.name}_worst_decile")
@@ -187,19 +183,16 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
         cells = [write(row.get(name), row.get(std_key(name)) if spread else None) for write, name in columns.values()]
         missed = Cell("-" if row[judge.name] is None else f"{row['seeds_reaching_target']} of {row['seeds']} seeds")
         rounds = number_cell(row["rounds_to_target"]) if row["rounds_to_target"] else missed
-        reached = [rounds] if part.counts else []
-        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, *reached, *cost_cells(row)])
-    counted = [f"rounds to {value_text(judge, part.target, sign=' %')}"] if part.counts else []
-    titles = ["method", "seeds", *columns, *counted, *COST]
-    what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
+        lines.append([Cell(method_title(row)), number_cell(row["seeds"], 0), *cells, rounds, *cost_cells(row)])
+    titles = ["method", "seeds", *columns, f"rounds to {value_text(judge, part.target, sign=' %')}", *COST]
     if references:
         return Table("references", REFERENCES_TITLE, titles, lines)
-    return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
+    return Table("comparison", f"Test {judge.title}, {std_note(part)}", titles, lines)
 
 
 def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
-    judge = metric_info("loss") if part.language else part.objective
+    judge = part.objective
     names = (judge.name, f"best_{judge.name}")
     summaries = part.comparison.ranked
     rows, groups = [], []
@@ -257,9 +250,7 @@ def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
 
 
 def target_table(part: RunGroup) -> Table | None:
-    """Build the table of costs to reach the target; None for language models, which have no target."""
-    if not part.counts:
-        return None
+    """Build the table of costs to reach the target; None if no method trains a global model."""
     rows, judge = [], part.objective
     timed = ["simulated seconds" for first in part.ranked[:1] if "seconds_simulated" in first.runs[0].summary]
     for method_runs in part.ranked:

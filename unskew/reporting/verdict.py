@@ -12,7 +12,7 @@ from unskew.comparison.summary_statistics import paired_differences, usable_valu
 from unskew.reporting.run_groups import RunGroup
 from unskew.tasks.formatting import format_megabytes, interval_text, value_text
 from unskew.tasks.intervals import interval95
-from unskew.tasks.primary_metric import MetricInfo, metric_info
+from unskew.tasks.primary_metric import MetricInfo
 
 Summaries = Mapping[str, Sequence[Mapping[str, Any]]]
 
@@ -23,7 +23,7 @@ def verdict(part: RunGroup) -> list[str]:
     Reference rows are ignored. The lead is over the second best method, paired by seed.
     """
     answers = benefit_sentences(part.comparison.benefit)
-    judge = metric_info("loss") if part.language else part.objective
+    judge = part.objective
     summaries = part.comparison.ranked
     means = {label: fmean(values) for label, own in summaries.items() if (values := usable_values(own, judge.name))}
     ranked = sorted(means, key=lambda label: judge.rank(means[label]), reverse=True)

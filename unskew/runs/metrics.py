@@ -91,7 +91,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     if two_only and len(names) != 2:
         raise ConfigError(f"metrics={two_only[0]} needs two classes, but {federation.name} has {len(names)}.")
     objective = config.objective
-    name = task.scored if objective == AUTO else metric_name(objective)
+    name = task.judged_by if objective == AUTO else metric_name(objective)
     if is_custom_metric(objective) and name not in own:
         own[name] = metric_function(objective)
     if own and "vector" not in task.provides:
@@ -115,7 +115,10 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     computed = MetricSet(tuple(known), own, tuple(names), index, task.weights, with_intervals)
     directions = {entry: metric_direction(f) for entry, f in own.items()}
     positive = names[index] if two_classes else None
-    return RunMetrics(metric_info(name, directions, positive), task.scored, computed, positive)
+    judge = metric_info(name, directions, positive)
+    if config.target is not None and config.target > 1 and judge.percent:
+        raise ConfigError(f"target={config.target:g} is not valid: it must be at most 1, such as 0.9 for 90 %.")
+    return RunMetrics(judge, task.scored, computed, positive)
 
 
 def objective_warnings(metrics: RunMetrics, config: Experiment, federation: Federation) -> list[str]:

@@ -184,7 +184,7 @@ class Session:
             make_folder(parts.folder / "checkpoints")
             checkpoint.drop_old_checkpoints(parts.folder / "checkpoints", after=start)
         for callback in parts.callbacks:
-            callback.start(parts.config.model_dump(mode="json"), start)
+            callback.start(parts.config.model_dump(mode="json") | {"objective": parts.metrics.objective.name}, start)
         self.recorder.start_clock()
         self.clients.begin(start)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.tasks.constants import TaskConstants
 from unskew.tasks.metrics import MetricSet, Statistic, custom_metric_value
+from unskew.tasks.primary_metric import WORST
 from unskew.tasks.targets import TaskTargets
 
 PROVIDED = {
@@ -47,7 +48,7 @@ class Task(TaskTargets, TaskConstants):
     """Values of the option ``loss`` besides ``auto``; ``huber:DELTA`` stands for the name with any number."""
 
     scored: ClassVar[str] = "accuracy"
-    """Primary metric, for best rounds, targets and early stopping; higher is better, and 1 is perfect."""
+    """Primary metric; higher is better, and 1 is perfect."""
 
     ranked: ClassVar[bool] = False
     """True if ``measure_all`` computes the primary metric, because it depends on all samples together."""
@@ -106,6 +107,21 @@ class Task(TaskTargets, TaskConstants):
             ConfigError: If the loss has no class weights.
         """
         raise NotImplementedError
+
+    @property
+    def judged_by(self) -> str:
+        """Objective of runs with ``objective: auto``: the primary metric, unless another metric says more."""
+        return self.scored
+
+    def client_metric_name(self, objective: str) -> str:
+        """Return the name of the metric that is shown for clients.
+
+        It is the objective, or the primary metric if the objective is ``judged_by`` or ``worst_client``.
+
+        Args:
+            objective: Name of the objective.
+        """
+        return self.scored if objective in (self.judged_by, WORST) else objective
 
     @property
     def unweighted(self) -> Task:

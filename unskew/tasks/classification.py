@@ -331,6 +331,11 @@ class LanguageModeling(Task):
     extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "exact_match")
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
+    @property
+    def judged_by(self) -> str:
+        """Loss, because the accuracy of next tokens changes little while a model improves."""
+        return "loss"
+
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return the token ids ``[n, L]`` as int64, -1 for positions without a target."""
         if y.dim() != 2 or y.is_floating_point():

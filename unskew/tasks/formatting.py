@@ -11,6 +11,9 @@ from unskew.tasks.primary_metric import METRIC_PREFIXES, SCORES, WORST, MetricIn
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
 
+FURTHER = ("mae", "rmse", "perplexity", "exact_match")
+"""Metrics of regression and of language models that are shown next to the objective."""
+
 COST = ("MB up", "MB down", "seconds")
 """Titles of the columns of costs."""
 

@@ -1,4 +1,4 @@
-"""Metric names, titles and directions, and the choice of the metric that judges a run."""
+"""Metric names, titles and directions."""
 
 from __future__ import annotations
 
@@ -130,15 +130,6 @@ def primary_metric_name(names: Container[str]) -> str:
     return next((name for name in SCORES if name in names), "accuracy")
 
 
-def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
-    """Return the objective of the run of a summary or of a comparison row.
-
-    >>> objective_metric({"objective": "ece"}).title, objective_metric({"r2": 0.5}).title
-    ('ECE', 'R²')
-    """
-    return metric_of(summary, summary.get("objective") or primary_metric_name(summary))
-
-
 def metric_of(summary: Mapping[str, Any], name: str) -> MetricInfo:
     """Return the properties of a metric of the run of a summary or of a comparison row.
 
@@ -147,19 +138,6 @@ def metric_of(summary: Mapping[str, Any], name: str) -> MetricInfo:
         name: Name of the metric.
     """
     return metric_info(name, summary.get("own_metrics"), summary.get("positive"))
-
-
-def client_metric_name(objective: str, scored: str) -> str:
-    """Return the name of the per-client metric for an objective.
-
-    Args:
-        objective: Name of the objective.
-        scored: Name of the primary metric.
-
-    >>> client_metric_name("auroc", "accuracy"), client_metric_name("worst_client", "accuracy")
-    ('auroc', 'accuracy')
-    """
-    return scored if objective == WORST else objective
 
 
 def validation_metric_name(objective: str) -> str:

@@ -1,9 +1,11 @@
 """Registry of tasks."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Container, Mapping
+from typing import Any
 
 from unskew.tasks.base import PROVIDED, Task
 from unskew.tasks.classification import Classification, LanguageModeling, MultiLabel
+from unskew.tasks.primary_metric import MetricInfo, metric_of
 from unskew.tasks.regression import Regression
 from unskew.tasks.segmentation import Segmentation
 from unskew.tasks.survival import Survival
@@ -37,6 +39,39 @@ def task_scored_by(name: str) -> Task:
     ('survival', 'classification')
     """
     return next(task for task in TASKS.values() if task.scored == name)
+
+
+def task_of(names: Container[str]) -> Task:
+    """Return the task with most of the metrics of a row or a summary.
+
+    Args:
+        names: Row or summary, or names of its metrics.
+
+    >>> task_of({"accuracy": 0.5, "perplexity": 9.0}).name, task_of(["accuracy"]).name, task_of(["r2"]).name
+    ('language', 'classification', 'regression')
+    """
+    return max(TASKS.values(), key=lambda task: sum(name in names for name in (task.scored, *task.extra_metrics)))
+
+
+def objective_metric(summary: Mapping[str, Any]) -> MetricInfo:
+    """Return the objective of the run of a summary or of a comparison row.
+
+    Args:
+        summary: Summary or row; without an objective, it is that of ``objective: auto``.
+
+    >>> objective_metric({"objective": "ece"}).title, objective_metric({"r2": 0.5}).title
+    ('ECE', 'R²')
+    """
+    return metric_of(summary, summary.get("objective") or task_of(summary).judged_by)
+
+
+def client_metric(summary: Mapping[str, Any]) -> MetricInfo:
+    """Return the metric that is shown for clients in the run of a summary or of a comparison row.
+
+    >>> client_metric({"accuracy": 0.5, "objective": "auroc"}).name, client_metric({"accuracy": 0.5, "perplexity": 9}).name
+    ('auroc', 'accuracy')
+    """
+    return metric_of(summary, task_of(summary).client_metric_name(objective_metric(summary).name))
 
 
 def has_loss(task: Task, loss: str) -> bool:

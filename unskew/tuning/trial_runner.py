@@ -15,7 +15,6 @@ import torch
 from unskew.comparison.references import is_reference, reference_config
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
-from unskew.config.metrics import AUTO
 from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
 from unskew.engines.auto_select import planned_runs
@@ -30,7 +29,7 @@ from unskew.runs.metrics import check_objective_on_held_out, run_metrics
 from unskew.runs.run import finished_rounds, run_experiment
 from unskew.runs.validation import resolve_run
 from unskew.simulation.personal_models import has_personal_models
-from unskew.tasks.primary_metric import WORST, MetricInfo, client_metric_name, metric_info, validation_metric_name
+from unskew.tasks.primary_metric import WORST, MetricInfo, validation_metric_name
 from unskew.tuning.spaces import apply_parameters, configured_values, fixed_fields, spaces_for, without_rival
 from unskew.tuning.study import Study, Trial, TrialPruned, make_storage
 
@@ -96,9 +95,7 @@ class TuningPlan:
 
     @cached_property
     def objective(self) -> MetricInfo:
-        """Metric that judges trials; by default the loss for language models, whose accuracy says little."""
-        if self.config.objective == AUTO and self.data.objective.tokens:
-            return metric_info("loss")
+        """Metric that judges trials."""
         return run_metrics(self.config, self.data).objective
 
     def value_of(self, history: Sequence[Mapping[str, Any]], summary: Mapping[str, Any], personal: bool) -> float:
@@ -110,7 +107,7 @@ class TuningPlan:
             personal: Whether to judge personal models instead of the last (with ``keep=best`` the best) global model.
         """
         name = self.objective.name
-        own = f"personal_{client_metric_name(name, self.data.objective.scored)}_{'worst' if name == WORST else 'mean'}"
+        own = f"personal_{self.data.objective.scored}_worst" if name == WORST else f"personal_{name}_mean"
         values = [row.get(validation_metric_name(name)) for row in history if validation_metric_name(name) in row]
         values = [summary.get(own)] if personal else values[-1:] if self.config.keep == "last" else values
         closed = summary.get(f"{validation_metric_name(name)}_after_closing")  # the final model, if a survey changed it
@@ -138,7 +135,7 @@ class TuningPlan:
             first = self.of(name, fixed_fields(self.spaces(name)))
             built = method(first.method)
             spec = resolve_run(first, self.data, self.model, built).spec
-            if has_personal_models(built, spec) and not self.data.objective.tokens:
+            if has_personal_models(built, spec):
                 self.personal.add(name)
 
     def of(self, name: str, params: Mapping[str, Any]) -> Experiment:
