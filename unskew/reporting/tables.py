@@ -35,6 +35,7 @@ from unskew.tasks.formatting import (
     interval_text,
     method_title,
     secondary_metrics,
+    target_note,
     value_text,
 )
 from unskew.tasks.formatting import format_number as loss_text
@@ -194,7 +195,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     what = "Test loss in nats per token" if part.language else f"Test {judge.title}"
     if references:
         return Table("references", REFERENCES_TITLE, titles, lines)
-    return Table("comparison", f"{what}, {std_note(part)}", titles, lines)
+    note = target_note(rows[0]) if part.counts else ""
+    return Table("comparison", f"{what}, {std_note(part)}{f'. {note}' if note else ''}", titles, lines)
 
 
 def difference_table(part: RunGroup) -> Table | None:
