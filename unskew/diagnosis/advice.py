@@ -79,7 +79,7 @@ class Suggestion:
         similar = "; ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
         number = f"{self.federations} measured federation{'s' if self.federations != 1 else ''}"
         return (
-            f"Expected gain over tuned FedAvg: {self.gain:+.1f} points, a mean over {number}, weighted by their similarity to "
+            f"Expected gain over tuned FedAvg: {self.gain:+.1f} points, a mean over {number}, weighted by similarity to "
             f"these data. The most similar: {similar}."
         )
 

@@ -148,8 +148,7 @@ def set_table_fields(
         inferred.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
         inferred.set("optimizer", "adam")
         return
-    reasons = dict.fromkeys(constant, "the same value in every row")
-    reasons |= owners.unused
+    reasons = owners.unused | dict.fromkeys(constant, "the same value in every row")
     for c in [*rest, *owners.unused]:
         unusable = _why_text(table.column(c)) if c in texts and c not in categories else None
         if unusable is None and is_identifier(table.column(c), c):
