@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 from pathlib import Path
 
 import numpy as np
@@ -278,7 +279,7 @@ def write_trial(columns, n=1200):
     [
         (("COUNTRY", "HOSPNUM", "PATIENT"), (), "natural:COUNTRY", ["HOSPNUM (60 values)"], ["HOSPNUM", "PATIENT"]),
         (("HOSPNUM", "PATIENT"), (), "natural:HOSPNUM", [], ["PATIENT"]),
-        (("COUNTRY",), ("--clients", "drug"), "natural:drug", ["COUNTRY (6 values)"], ["COUNTRY"]),
+        (("COUNTRY",), ("--clients", "drug"), "natural:drug", ["COUNTRY (6 values)"], None),
         (
             ("distance_to_hospital", "PAIN", "SLEEP"),
             (),
@@ -444,3 +445,145 @@ def test_a_table_with_a_column_of_masks_is_a_segmentation(capsys, options):
     Path("masks.csv").write_text("mask,clinic\n" + "".join(f"{row.split(',')[0]},{row[-1]}\n" for row in rows))
     error = call(capsys, "init", "masks.csv", "--label", "mask", "--out", "other.yaml").err
     assert "no other column has images. Set --image" in error
+
+
+def write_hospitals(path, sizes, columns=(), rare=4):
+    """Write a table of hospitals with the given numbers of rows; every ``rare``-th row has the outcome yes.
+
+    Args:
+        path: File to write.
+        sizes: Number of rows of each hospital, by name.
+        columns: Functions that return further values of a row, given its hospital and number, by name of the column.
+        rare: Number of rows per row with the outcome yes.
+    """
+    draws = np.random.default_rng(0)
+    columns = dict(columns)
+    hospitals = [name for name, size in sizes.items() for _ in range(size)]
+    lines = [",".join(["patient_id", "hospital", *columns, "admitted", "age", "outcome"])]
+    for k, name in enumerate(hospitals):
+        further = [str(value(name, k)) for value in columns.values()]
+        date = f"2023-{k % 12 + 1:02}-{k % 28 + 1:02}"
+        ill = "no" if k % rare else "yes"
+        lines.append(",".join([f"P{k:04}", name, *further, date, f"{draws.normal(60, 9):.1f}", ill]))
+    Path(path).write_text("\n".join(lines) + "\n")
+
+
+def wards(name, k):
+    return ("icu", "medicine", "surgery")[k // 7 % 3]
+
+
+def initialized(capsys, *options):
+    outcome = call(capsys, "init", *options, "--out", "e.yaml")
+    assert outcome.code == 0, outcome.err
+    text = Path("e.yaml").read_text()
+    Path("e.yaml").unlink()
+    return outcome.out, text, yaml.safe_load(text)
+
+
+def test_holdout_is_large_enough_to_test_the_smaller_clients(capsys):
+    write_hospitals("t.csv", {"north": 160, "south": 90, "east": 50})
+    out, text, values = initialized(capsys, "t.csv")
+    why = "0.1 leaves 2 of 3 clients fewer than 10 held-out samples, too few for a test in compare: east, south"
+    assert f"holdout is {values['holdout']}, because {why}" in out
+    assert f"holdout: {values['holdout']}  # share for evaluation; {why}" in text
+    assert 0.1 < values["holdout"] <= 0.4
+    Path("e.yaml").write_text(text)
+    brief = ("--rounds", 1, "--local-steps", 1, "--seeds", "0,1", "--engine", "inline", "--no-references")
+    outcome = call(capsys, "compare", "fedavg", "e.yaml", *brief, "--out", "c")
+    assert outcome.code == 0, outcome.err
+    held_out = [
+        json.loads(line)["num_held_out"] for path in Path("c").glob("*/*/clients.jsonl") for line in path.open()
+    ]
+    assert len(held_out) == 6
+    assert min(held_out) >= 10
+    assert "mostly chance" not in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share", "lines"),
+    [
+        ({"north": 400, "south": 300}, None, []),
+        (dict.fromkeys("abcdefghi", 200) | {"z": 30}, None, ["holdout 0.1 leaves 1 of 10 clients fewer than 10"]),
+        ({"north": 160, "south": 90, "tiny": 12}, 0.15, ["holdout 0.15 leaves 1 of 3 clients fewer than 10"]),
+        ({"north": 16, "south": 18}, None, ["holdout 0.1 leaves 2 of 2 clients fewer than 10"]),
+    ],
+)
+def test_holdout_is_not_larger_than_useful_and_untested_clients_are_named(capsys, sizes, share, lines):
+    write_hospitals("t.csv", sizes)
+    out, _, values = initialized(capsys, "t.csv", "--clients", "hospital", "--label", "outcome")
+    assert values.get("holdout") == share
+    shown = [line for line in out.splitlines() if line.startswith("holdout 0")]
+    assert [line.startswith(words) for line, words in zip(shown, lines, strict=True)] == [True] * len(lines)
+    if "tiny" in sizes:
+        assert shown[0].endswith("too few for a test in compare: tiny; 0.4 is too low for all of these, too")
+
+
+def test_holdout_of_a_rare_class_counts_its_samples(capsys):
+    write_hospitals("t.csv", dict.fromkeys("abc", 500), rare=8)
+    out, _, values = initialized(capsys, "t.csv")
+    assert values["objective"] == "auprc"
+    assert "0.1 leaves 3 of 3 clients fewer than 10 held-out samples or events" in out
+    expected = values["holdout"] * 500 * 0.8 / 8
+    assert 10 < expected < 20
+
+
+def test_a_column_of_places_is_a_category_if_another_column_names_the_clients(capsys):
+    columns = {
+        "ward": wards,
+        "department": lambda name, k: k // 5 % 4 + 1,  # codes
+        "hospital_name": lambda name, k: f"{name.title()} Hospital",
+        "ward_id": lambda name, k: f"{name} {k % 3}",
+        "country": lambda name, k: "CH" if name == "east" else "DE",
+        "clinic": lambda name, k: "ABC"[k // 11 % 3],
+        "doctor": lambda name, k: f"D{k // 3 % 9}",
+    }
+    write_hospitals("t.csv", {"north": 160, "south": 90, "east": 50}, columns)
+    out, _, values = initialized(capsys, "t.csv", "--label", "outcome")
+    # hospital_name has the same values as hospital, so that either may name the clients.
+    chosen, other = ("hospital", "hospital_name")
+    if values["partition"] != "natural:hospital":
+        chosen, other = other, chosen
+    assert values["partition"] == f"natural:{chosen}"
+    assert values["categories"] == ["ward", "department"]
+    reasons = {
+        "patient_id": "different in every row",
+        other: f"each of its values belongs to one value of {chosen}",
+        "ward_id": f"each of its values belongs to one value of {chosen}",
+        "country": f"the same value in all rows of each {chosen}",
+        "clinic": f"may name the clients as well as {chosen}",
+        "doctor": "may name persons, which other data do not contain",
+    }
+    assert {*values["exclude"]} == {*reasons}
+    for column, reason in reasons.items():
+        assert f"excluded: {column}: {reason}" in out.splitlines()
+    assert "names are those of client columns: ward, department; to leave a column out, add it to exclude" in out
+
+
+def test_two_unequal_classes_get_metrics_and_equal_ones_do_not(capsys):
+    write_hospitals("t.csv", {"north": 400, "south": 300}, rare=4)
+    out, text, values = initialized(capsys, "t.csv")
+    assert (values["metrics"], values["positive"]) == (["auroc", "auprc", "balanced_accuracy"], "yes")
+    (share,) = re.findall(r"the class yes has (2\d)% of the samples, so metrics are set for unequal classes", out)
+    assert f"# a constant prediction has an accuracy of {100 - int(share)}%" in text
+    assert not {"objective", "class_weights"} & {*values}
+    assert yaml.safe_load(text.replace("# objective:", "objective:"))["objective"] == "auroc"
+    write_hospitals("t.csv", {"north": 400, "south": 300}, rare=2)
+    assert not {"metrics", "positive", "objective"} & {*initialized(capsys, "t.csv")[2]}
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_date_column_suggests_a_split_by_time(capsys, grouped):
+    columns = {"person": lambda name, k: f"Q{k // 4}"} if grouped else {}
+    write_hospitals("t.csv", {"north": 160, "south": 140}, columns)
+    _, text, values = initialized(capsys, "t.csv")
+    group = "person," if grouped else ""
+    assert values.get("split_by") == ("person" if grouped else None)
+    (line,) = (line for line in text.splitlines() if line.startswith("# split_by:"))
+    assert yaml.safe_load(line[2:]) == {"split_by": f"{group}time:admitted"}
+    lines = [line for line in text.splitlines() if not line.startswith("split_by:")]
+    Path("e.yaml").write_text("\n".join(lines).replace("# split_by:", "split_by:"))
+    assert call(capsys, "partition", "e.yaml").code == 0
+    Path("e.yaml").unlink()
+    dates = Path("t.csv").read_text()
+    Path("t.csv").write_text(dates.replace("2023-05-05", ""))  # a split by time needs a date in every row
+    assert "time:" not in initialized(capsys, "t.csv")[1]

@@ -138,7 +138,9 @@ def test_undefined_and_small_clients_are_counted_and_named_and_attackers_and_uns
     sentences = " ".join(benefit_sentences(found))
     assert "Accuracy is undefined at 1 of 3 clients, which are left out: C." in sentences
     assert "1 of 3 clients have fewer than 10 held-out samples" in sentences
-    assert "not tested: B." in sentences
+    assert "It is not tested, but part of the means, because fewer than two other clients are left: B." in sentences
+    mean = found.over_clients("federated")
+    assert (mean.clients, mean.value) == (2, pytest.approx((40 / 50 + 3 / 4) / 2))
 
 
 @pytest.mark.parametrize(("hits", "words"), [(50, "better"), (32, "not clearly better"), (29, "no better")])

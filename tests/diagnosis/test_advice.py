@@ -108,7 +108,7 @@ def test_kind_of_inputs_does_not_depend_on_the_model(tmp_path, kind):
 
 def test_close_gains_are_ordered_by_cost():
     gains = [("a", 3.0, 2.0), ("b", 2.6, 1.0), ("c", 2.4, 0.5), ("d", -1.0, 0.1)]
-    expected = [ExpectedGain(name, gain, [], traffic) for name, gain, traffic in gains]
+    expected = [ExpectedGain(name, gain, [], 1, traffic) for name, gain, traffic in gains]
     assert [entry.method for entry in order_by_cost(expected, lambda entry: entry.traffic)] == ["b", "a", "c", "d"]
 
 
@@ -119,6 +119,7 @@ def test_the_first_three_methods_complement_each_other():
     evidence.append(measured("second", place, {"a": 1.0, "b": 4.0, "c": 0.0, "d": 2.0}))
     expected = expected_gains(place, "global", evidence)
     assert [entry.method for entry in expected] == ["a", "c", "b", "d"]
+    assert {entry.federations for entry in expected} == {2}
     ordered = complementary(expected, place, "global", evidence)
     assert [entry.method for entry in ordered] == ["a", "b", "c", "d"]
     assert complementary([], place, "global", evidence) == []
@@ -166,8 +167,9 @@ def test_suggestions_are_the_expected_gains_that_fit(report):
     assert [s.gain for s in advice.suggestions] == pytest.approx([3, 2, 1.4, 0.7])
     assert [s.method for s in advice.personal] == ["fedavgm", "ditto"]
     assert advice.methods == ["fedavg", *(s.method for s in advice.suggestions[:3]), "ditto", "local"]
-    assert advice.suggestions[0].reason.startswith("Expected gain over tuned FedAvg: +3.0 points.")
-    assert "Only (+3.0)" in advice.suggestions[0].reason
+    assert advice.suggestions[0].reason.startswith("Expected gain over tuned FedAvg: +3.0 points, a mean over ")
+    assert "a mean over 1 measured federation," in advice.suggestions[0].reason
+    assert advice.suggestions[0].reason.endswith("The most similar: Only (+3.0).")
     assert {e.method: "needs data at the server" in e.reason for e in advice.excluded} == {
         "fedft": True,
         "feddle": True,
@@ -340,7 +342,7 @@ def test_the_terminal_says_how_often_advice_was_right(capsys):
     from unskew.diagnosis.advice import Advice, Excluded, Suggestion
 
     left = [Excluded("fedft", "fedft needs data."), Excluded("hfcl", "It would send too much.")]
-    some = [Suggestion("scaffold", 1.25, [("Only", 2.0)], [])]
+    some = [Suggestion("scaffold", 1.25, [("Only", 2.0)], 1, [])]
     print_advice(
         Console(width=200),
         Advice(some, [], left, [], 1, None, SimpleNamespace(needs_personal_models=False, task="classification")),

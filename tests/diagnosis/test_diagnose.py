@@ -414,11 +414,13 @@ def test_the_command_prints_tables_draws_and_gives_json(capsys, tmp_path, monkey
 
     monkeypatch.chdir(tmp_path)
     args = ("--data", "digits", "--clients", "3", "--model", "logistic", "--samples", "40")
-    outcome = call(capsys, "diagnose", *args, "--synthetic-fraction", "0,0.5", "--details", "--no-cost")
+    plain = ("--synthetic-fraction", "0,0.5", "--details", "--no-cost")
+    outcome = call(capsys, "diagnose", *args, *plain, "--out", "picture.png")
     assert outcome.code == 0, outcome.err
     assert "dissimilarity" in outcome.out
     assert "× fedavg" not in outcome.out
-    assert Image.open("diagnosis.png").width > 900
+    assert Image.open("picture.png").width > 900
+    assert [path.name for path in tmp_path.iterdir()] == ["picture.png"]
     (model,) = (found := call(capsys, "diagnose", *args, "--json").json())["models"]
     assert [row["p"] for row in model["shares"]] == [0, 0.1, 0.25, 0.5, 0.75, 1]
     assert found["synthetic"] == POOL

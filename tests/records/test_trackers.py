@@ -199,7 +199,9 @@ def test_a_file_does_not_start_a_tracker_that_acts_outside_the_run_folder(tmp_pa
     unskew.run(**QUICK, out=tmp_path / "in" / "run")
     path = tmp_path / "in" / "run" / "config.yaml"
     path.write_text(path.read_text().replace("trackers: []", f"trackers: [{name}]"))
-    with pytest.raises(ConfigError, match=f"trackers in .*config.yaml names .*{name}.* set trackers yourself, or trust the file"):
+    with pytest.raises(
+        ConfigError, match=f"trackers in .*config.yaml names .*{name}.* set trackers yourself, or trust the file"
+    ):
         unskew.resume(tmp_path / "in" / "run", rounds=3)
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["run"]
     path.write_text(path.read_text().replace(f"trackers: [{name}]", "trackers: [tensorboard]"))

@@ -10,11 +10,11 @@ from sklearn.metrics import average_precision_score, f1_score, log_loss
 
 import unskew
 from unskew.cli.tables import clients_text, summary_table
-from unskew.comparison.benefit import has_few_samples
 from unskew.comparison.references import without_global_model
 from unskew.config.inference.infer import infer_config
 from unskew.errors import ConfigError
 from unskew.runs.final_evaluation import calibration_warning
+from unskew.tasks.few_samples import has_few_samples
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
 

@@ -27,6 +27,7 @@ from unskew.tasks.formatting import (
     interval_text,
     method_title,
     secondary_metrics,
+    target_note,
     unit_text,
     value_text,
 )
@@ -188,6 +189,8 @@ def comparison_table(rows: Sequence[dict[str, Any]], tuned: bool = False) -> Tab
     private = {title: name for title, name in private.items() if any(row.get(name) is not None for row in rows)}
     references = REFERENCES if tuned else f"{REFERENCES}\n{UNTUNED}"
     title = references if first.get("reference") else f"{title}, {mean_std_text(first)}"
+    if not first.get("reference") and (note := target_note(first)):
+        title = f"{title}\n{note}"
     names = (*columns, rounds_title(first), *further, *private, *cost_columns(first))
     table = MethodRows(title, map(method_title, rows), *names)
     for row in rows:

@@ -72,7 +72,7 @@ def diagnose(
         minutes: Validate the advice by successive halving for this number of minutes.
         details: Print all measured quantities and the theoretical bounds.
         cost: Estimate the time of each recommended method.
-        out: Image file for the plot; diagnosis.png by default, no plot by default with --json.
+        out: Image file for a plot; none by default.
     """
     from unskew.cli.advice import follower, print_advice, print_trial
     from unskew.cli.progress import ProgressLine, make_progress
@@ -95,9 +95,8 @@ def diagnose(
         raise ConfigError(
             f"--synthetic-fraction {synthetic_fraction!r} must be a list of fractions such as 0,0.5,1."
         ) from None
-    plot = out if out is not None or as_json else Path("diagnosis.png")
-    if plot is not None:
-        check_place(plot)
+    if out is not None:
+        check_place(out)
     model_name, stored = options.pop("model", None), options.pop("synthetic", None)
     console = console_for(as_json)
     with (
@@ -130,8 +129,8 @@ def diagnose(
             with follower(console) as follow:
                 output["trial"] = validate_advice(advice, minutes, follow).as_json()
         print_json(output)
-        if plot is not None:
-            report.plot(plot)
+        if out is not None:
+            report.plot(out)
         return
     overview = report.details
     console.print(
@@ -150,9 +149,9 @@ def diagnose(
             console.print(table)
     else:
         console.print("--details prints all measured quantities and the theoretical bounds.", highlight=False)
-    if plot is not None:
-        report.plot(plot)
-        console.print(f"plot in {plot}", highlight=False, soft_wrap=True)
+    if out is not None:
+        report.plot(out)
+        console.print(f"plot in {out}", highlight=False, soft_wrap=True)
     print_advice(console, advice, command)
     if minutes is not None:
         with follower(console) as follow:

@@ -12,6 +12,7 @@ from typing import Any
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
 from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, usable_values
+from unskew.tasks.few_samples import compares_classes, has_few_samples
 from unskew.tasks.intervals import interval_fields
 from unskew.tasks.primary_metric import (
     MetricInfo,
@@ -21,8 +22,6 @@ from unskew.tasks.registry import client_metric, objective_metric, task_scored_b
 
 PREFIXES = {"personal": "personal_", "constant": "constant_"}
 """Compared models whose metrics have a prefix in the rows of ``clients.jsonl``."""
-FEWEST = 10
-"""Number of held-out samples, or of events, below which a client's metric is mostly chance."""
 MODELS = ("federated", "personal", "pooled", "local", "constant")
 """Compared models, in the order of tables."""
 
@@ -334,26 +333,6 @@ def _client_values(
     events = [count for row in own if (count := num_events(row, rarest)) is not None]
     samples = fmean(row.get("num_held_out", 0) for row in own)
     return ClientValues(label, group, samples, fmean(events) if events else None, values)
-
-
-def has_few_samples(held_out: float, events: float | None) -> bool:
-    """Return whether a client's metric is mostly chance; a client without held-out samples is compared on the test set.
-
-    Args:
-        held_out: Number of held-out samples.
-        events: Number of them of the rarest class, for a metric that compares classes.
-    """
-    return held_out > 0 and min(held_out, held_out if events is None else events) < FEWEST
-
-
-def compares_classes(metric: MetricInfo, scored: str) -> bool:
-    """Return whether a metric depends on the samples of each class.
-
-    Args:
-        metric: Metric of clients.
-        scored: Primary metric of the task.
-    """
-    return metric.name not in (scored, "loss")
 
 
 def num_events(row: Summary, rarest: str | None) -> float | None:

@@ -8,10 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from unskew.comparison.benefit import FEWEST, Benefit
+from unskew.comparison.benefit import Benefit
 from unskew.comparison.significance import Estimate
 from unskew.comparison.summary_statistics import interval_of, is_usable_number, mean_or_none, usable_values
 from unskew.errors import abbreviate
+from unskew.tasks.few_samples import FEWEST
 from unskew.tasks.formatting import interval_text, unit_text, value_text
 from unskew.tasks.primary_metric import MetricInfo
 
@@ -55,7 +56,9 @@ def benefit_sentences(benefit: Benefit | None) -> list[str]:
         )
     if benefit.small:
         left_out = len(benefit.averaged) < len(benefit.clients)
-        means = "neither tested nor part of the means" if left_out else "not tested"
+        means = "neither tested nor part of the means"
+        if not left_out:
+            means = "not tested, but part of the means, because fewer than two other clients are left"
         what = "held-out samples" if benefit.metric.name == benefit.scored else "held-out samples or events"
         lines.append(
             f"{len(benefit.small)} of {total} clients have fewer than {FEWEST} {what}, so their metric is mostly chance. It "

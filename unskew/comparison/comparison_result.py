@@ -16,6 +16,7 @@ from unskew.comparison.benefit_text import benefit_sentences, sampling_error_tex
 from unskew.comparison.references import is_reference
 from unskew.comparison.summary_statistics import (
     averaged_keys,
+    mean_or_none,
     mean_std,
     metric_keys,
     paired_differences,
@@ -45,7 +46,7 @@ class Comparison(NotebookTable):
     Attributes:
         histories: History of each seed, by method.
         summaries: Summary of each seed, by method.
-        target: Value of the objective for which rounds are counted: the requested one, or 90% of the best mean reached.
+        target: Value of the objective for which rounds are counted: the requested one, or that of ``default_target``.
         folder: Folder of the runs, the plots and ``comparison.json``, or None.
         unequal: Whether clients train on different numbers of samples.
         left_out: A note for each reference that does not fit.
@@ -151,6 +152,8 @@ class Comparison(NotebookTable):
                 if key in summaries[0]:
                     spent = [summary[key] for summary in summaries]
                     row[key] = None if None in spent else max(spent)
+            constants = usable_values(summaries, f"constant_{self.objective.name}")
+            row |= {f"constant_{self.objective.name}": fmean(constants)} if constants else {}
             row |= {
                 "target": self.target,
                 "rounds_to_target": mean_std(rounds)[0] if len(rounds) == len(histories) else None,
@@ -248,7 +251,8 @@ def weighting_notes(comparison: Comparison) -> list[str]:
 def default_target(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> float:
     """Return the default target for counting rounds: 90 % of the best method's mean best value.
 
-    If no method trains a global model, it is that of the references.
+    If a constant prediction reaches this, it is 90 % of the way from the constant to the best value. If no method trains a
+    global model, the best value is that of the references.
 
     Args:
         summaries: Summaries over seeds, by method, with references.
@@ -258,5 +262,6 @@ def default_target(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> floa
         groups = [group for name, group in summaries.items() if is_reference(name) is references]
         means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
         if means:
-            return objective.default_target(max(means, key=objective.rank))
+            constants = usable_values(chain.from_iterable(groups), f"constant_{objective.name}")
+            return objective.default_target(max(means, key=objective.rank), mean_or_none(constants))
     return 0.0

@@ -55,6 +55,7 @@ class Suggestion:
         gain: Expected difference to tuned FedAvg in points of the primary metric.
         measured: Title and measured difference of the most similar federations of the benchmark; empty if no method was
             measured on the task, so that the gain only orders methods.
+        federations: Number of federations of the benchmark over which the gain is a weighted mean.
         cautions: Warnings of the method about this setting.
         megabytes: Traffic up and down over all clients; None if no traffic limit was set.
         seconds: Estimated time of the run in seconds; None if it was not estimated.
@@ -64,6 +65,7 @@ class Suggestion:
     method: str
     gain: float
     measured: list[tuple[str, float]]
+    federations: int
     cautions: list[str]
     megabytes: float | None = None
     seconds: float | None = None
@@ -75,7 +77,11 @@ class Suggestion:
         if not self.measured:
             return "Above tuned FedAvg on other tasks; the gain on this one is unknown."
         similar = "; ".join(f"{title} ({gain:+.1f})" for title, gain in self.measured)
-        return f"Expected gain over tuned FedAvg: {self.gain:+.1f} points. Most similar data measured: {similar}."
+        number = f"{self.federations} measured federation{'s' if self.federations != 1 else ''}"
+        return (
+            f"Expected gain over tuned FedAvg: {self.gain:+.1f} points, a mean over {number}, weighted by similarity to "
+            f"these data. The most similar: {similar}."
+        )
 
     def as_json(self) -> dict[str, Any]:
         """Return all fields as plain values; the gain is None if no method was measured on the task."""
@@ -349,4 +355,4 @@ def evaluate_suggestion(
             )
     megabytes = None if total is None else total / 1e6
     measured = expected.measured if setting.federation.task in MEASURED_TASKS else []
-    return Suggestion(expected.method, expected.gain, measured, list(warnings), megabytes)
+    return Suggestion(expected.method, expected.gain, measured, expected.federations, list(warnings), megabytes)

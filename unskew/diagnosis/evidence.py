@@ -122,12 +122,14 @@ class ExpectedGain:
         method: Method expression.
         gain: Expected difference in points.
         measured: Title and measured difference of the most similar federations, most similar first.
+        federations: Number of federations in which the method was measured.
         traffic: Mean traffic relative to FedAvg's over the federations where the method ran.
     """
 
     method: str
     gain: float
     measured: list[tuple[str, float]]
+    federations: int
     traffic: float
 
 
@@ -154,7 +156,8 @@ def expected_gains(
         listed = [(federation.title, federation.gains[view][name]) for federation in closest]
         ratios = [federation.traffic[name] for federation in measured if name in federation.traffic]
         traffic = math.fsum(ratios) / len(ratios) if ratios else 1.0
-        expected.append(ExpectedGain(name, total / (PRIOR + math.fsum(weighted)), listed, traffic))
+        gain = total / (PRIOR + math.fsum(weighted))
+        expected.append(ExpectedGain(name, gain, listed, len(measured), traffic))
     return order_by_cost(sorted(expected, key=lambda entry: -entry.gain), lambda entry: entry.traffic)
 
 

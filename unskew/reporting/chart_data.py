@@ -7,11 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from unskew.comparison.benefit import client_label, compares_classes, has_few_samples, num_events, rarest_class
+from unskew.comparison.benefit import client_label, num_events, rarest_class
 from unskew.comparison.summary_statistics import is_usable_number, usable_values
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
+from unskew.tasks.few_samples import compares_classes, has_few_samples
 from unskew.tasks.primary_metric import KNOWN_METRICS, METRIC_PREFIXES, ONE_CLASS, SCORES, MetricInfo, metric_info
 
 POINTS = 300

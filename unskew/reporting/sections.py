@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from unskew.comparison.benefit import FEWEST, client_label
+from unskew.comparison.benefit import client_label
 from unskew.errors import abbreviate
 from unskew.json_models import read_model
 from unskew.reporting import chart_data, run_description, site_evaluation, tables
@@ -23,6 +23,7 @@ from unskew.reporting.synthetic_vs_real import synthetic_and_real
 from unskew.reporting.templating import render_section
 from unskew.reporting.verdict import verdict
 from unskew.runs.coefficients import NAME as COEFFICIENTS
+from unskew.tasks.few_samples import FEWEST
 from unskew.tasks.formatting import value_text
 from unskew.tasks.registry import task_scored_by
 

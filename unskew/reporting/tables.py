@@ -36,6 +36,7 @@ from unskew.tasks.formatting import (
     interval_text,
     method_title,
     secondary_metrics,
+    target_note,
     value_text,
 )
 from unskew.tasks.formatting import format_number as loss_text
@@ -187,7 +188,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     titles = ["method", "seeds", *columns, f"rounds to {value_text(judge, part.target, sign=' %')}", *COST]
     if references:
         return Table("references", REFERENCES_TITLE, titles, lines)
-    return Table("comparison", f"Test {judge.title}, {std_note(part)}", titles, lines)
+    note = target_note(rows[0])
+    return Table("comparison", f"Test {judge.title}, {std_note(part)}{f'. {note}' if note else ''}", titles, lines)
 
 
 def difference_table(part: RunGroup) -> Table | None:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from unskew.tasks.primary_metric import METRIC_PREFIXES, SCORES, WORST, MetricInfo, metric_of
+from unskew.tasks.registry import objective_metric
 
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
@@ -47,6 +48,23 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
     if one.percent and value is not None:
         return format_percent(value, spread) + sign
     return format_number(value, spread)
+
+
+def target_note(row: Mapping[str, Any]) -> str:
+    """Return a note, to follow a table's title, if a constant prediction reaches the target; otherwise nothing.
+
+    Args:
+        row: Row of a comparison.
+
+    >>> target_note({"accuracy": 0.8, "objective": "accuracy", "target": 0.72, "constant_accuracy": 0.75})
+    'A constant prediction, which scores 75.0 %, reaches the target of 72.0 %.'
+    """
+    judge = objective_metric(row)
+    constant = row.get(f"constant_{judge.name}")
+    if constant is None or judge.rank(constant) < judge.rank(row["target"]):
+        return ""
+    constant, target = (value_text(judge, value, sign=" %") for value in (constant, row["target"]))
+    return f"A constant prediction, which scores {constant}, reaches the target of {target}."
 
 
 def interval_text(metric: MetricInfo, interval: Sequence[float] | None, sign: str = "") -> str:

@@ -50,16 +50,29 @@ class MetricInfo:
         """
         return -value if self.lower_is_better else value
 
-    def default_target(self, best: float) -> float:
+    def default_target(self, best: float, constant: float | None = None) -> float:
         """Return 90 % of the best value, or the best value divided by 0.9 if lower is better.
+
+        If a constant prediction reaches this and the best value is better, return the value at 90 % of the way from the
+        constant to the best value.
+
+        Args:
+            best: Best value.
+            constant: Value of a constant prediction; None if it is not known.
 
         >>> metric_info("accuracy").default_target(0.8), metric_info("loss").default_target(0.18)
         (0.72, 0.2)
+        >>> round(metric_info("accuracy").default_target(0.8, constant=0.75), 3)
+        0.795
         """
         if self.percent and not self.lower_is_better:
-            return max(0.0, round(0.9 * best, 3))  # R² may be negative
-        wider = best / 0.9 if self.lower_is_better == (best > 0) else 0.9 * best
-        return float(f"{wider:.3g}")
+            target = max(0.0, round(0.9 * best, 3))  # R² may be negative
+        else:
+            wider = best / 0.9 if self.lower_is_better == (best > 0) else 0.9 * best
+            target = float(f"{wider:.3g}")
+        if constant is not None and self.rank(target) <= self.rank(constant) < self.rank(best):
+            return constant + 0.9 * (best - constant)
+        return target
 
 
 KNOWN_METRICS = {

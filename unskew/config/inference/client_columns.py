@@ -33,6 +33,8 @@ FEWEST = 10
 """Minimum mean number of rows per value."""
 ENOUGH = 50
 """Mean number of rows per value from which a column is preferred as client column."""
+MOST_CATEGORIES = 50
+"""Maximum number of distinct values of a category."""
 SHOWN = 5
 
 
@@ -42,11 +44,13 @@ class ClientColumns(NamedTuple):
     Attributes:
         chosen: Column that names the clients, or None.
         named: Kind of each other column whose name is that of an organization, a place, a device or a person.
+        unused: Columns of ``named`` that are not inputs, with the reason; the others are categories.
         others: Columns that the user may choose instead, the most likely first.
     """
 
     chosen: str | None
     named: dict[str, int]
+    unused: dict[str, str]
     others: list[str]
 
 
@@ -104,10 +108,11 @@ def client_columns(
     strings = [c for c in usable if is_string(table.column(c).type)]
     kinds = {c: kind for c in usable if (kind := kind_of_client(c, c in strings)) is not None}
     frequent = [c for c in usable if distinct[c] * FEWEST <= n]
-    ranked = sorted(
-        (c for c in kinds if c in frequent),
-        key=lambda c: (n < ENOUGH * distinct[c], kinds[c], distinct[c] < 3, distinct[c]),
-    )
+
+    def rank(c: str) -> tuple[bool, int, bool, int]:
+        return n < ENOUGH * distinct[c], kinds[c], distinct[c] < 3, distinct[c]
+
+    ranked = sorted((c for c in kinds if c in frequent), key=rank)
     chosen = clients or next((c for c in ranked if not table.column(c).null_count), None)
     scales = Counter(frozenset(table.column(c).unique().to_pylist()) for c in strings if c in frequent)
     numbered = [c for c in frequent if c not in strings and len(words_of(c)) > 1 and words_of(c)[-1] in AROUND]
@@ -116,4 +121,33 @@ def client_columns(
     unlike = [c for c in unlike if scales[frozenset(table.column(c).unique().to_pylist())] == 1]
     more = [] if chosen else [*numbered, *sorted(unlike, key=lambda c: -distinct[c])]
     others = [c for c in dict.fromkeys([*ranked, *more]) if c != chosen][:SHOWN]
-    return ClientColumns(chosen, {c: kind for c, kind in kinds.items() if c != chosen}, others)
+    named = {c: kind for c, kind in kinds.items() if c != chosen}
+    equal = {c for c in named if chosen in kinds and not clients and rank(c)[:2] == rank(chosen)[:2]}
+    unused = {}
+    for c, kind in named.items():
+        few = distinct[c] <= min(MOST_CATEGORIES, n // 4)
+        if chosen is None or not few:
+            unused[c] = "may name the clients"
+        elif relation := dependency(table, c, chosen):
+            unused[c] = relation
+        elif kind == PERSON and distinct[c] > 2:
+            unused[c] = "may name persons, which other data do not contain"
+        elif c in equal:
+            unused[c] = f"may name the clients as well as {chosen}"
+    return ClientColumns(chosen, named, unused, others)
+
+
+def dependency(table: Any, column: str, chosen: str) -> str | None:
+    """Return why a column has no information besides the client column, or contains it; None if neither is the case.
+
+    Args:
+        table: Rows of the data, a pyarrow table.
+        column: Column to compare.
+        chosen: Column that names the clients.
+    """
+    pairs = {*zip(table.column(column).to_pylist(), table.column(chosen).to_pylist(), strict=True)}
+    pairs = {pair for pair in pairs if None not in pair}
+    values, clients = ({pair[k] for pair in pairs} for k in (0, 1))
+    if len(pairs) == len(values):
+        return f"each of its values belongs to one value of {chosen}"
+    return f"the same value in all rows of each {chosen}" if len(pairs) == len(clients) else None

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from unskew.config.inference.client_columns import kind_of_client
+from unskew.config.inference.client_columns import MOST_CATEGORIES, kind_of_client
+from unskew.config.inference.holdout_share import report_untested, set_holdout
 from unskew.config.inference.image_fields import set_image_size, set_mask_fields
 from unskew.config.inference.inferred_config import InferredConfig
-from unskew.config.inference.table_fields import MOST_VALUES, set_table_fields
+from unskew.config.inference.table_fields import set_table_fields
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
 from unskew.data.leaks import find_leaks
@@ -24,10 +25,13 @@ from unskew.data.sources.registry import SOURCES
 from unskew.data.spec import TABLES
 from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.expressions import quote, unquote
+from unskew.tasks.few_samples import FEWEST
 from unskew.tasks.metrics import missing_classes
 
 RARE = 0.4
 """A class is rare if it has less than this share of the samples that it would have with balanced classes."""
+UNEQUAL = 0.4
+"""Two classes are unequal if one of them has less than this share of the samples."""
 
 
 def infer_config(
@@ -81,42 +85,55 @@ def infer_config(
     _budget(inferred)
     spec = experiment(inferred.values).data_spec
     fed = federation_of(spec, seed)  # validates the configuration and the data
+    if "one_class" in fed.objective.provides:
+        _imbalance(inferred, fed)
+    if set_holdout(inferred, fed):
+        spec = experiment(inferred.values).data_spec
+        fed = federation_of(spec, seed)
     sizes, names = fed.sizes, fed.label_distribution()[1]
     classes = f", of {len(names)} classes: {', '.join(map(str, names[:8]))}{', ...' if len(names) > 8 else ''}"
     inferred.seen.append(
         f"{len(fed.clients)} clients with {_from_to(int(sizes.min()), int(sizes.max()))} training samples each"
         f"{classes if 'counts' in fed.objective.provides else ''}"
     )
+    report_untested(inferred, fed)
     inferred.seen += find_leaks(spec)
-    if "one_class" in fed.objective.provides:
-        _imbalance(inferred, fed)
     return inferred
 
 
 def _imbalance(inferred: InferredConfig, fed: Federation) -> None:
-    """Set objective, metrics and class weights if a class is rare, because accuracy is then misleading."""
+    """Set metrics if two classes are unequal; if a class is rare, also objective and class weights."""
     counts = np.asarray(fed.label_distribution()[0]).sum(0)
     least = int(counts.argmin())
     share = counts[least] / counts.sum()
-    if share * len(counts) >= RARE or len(counts) > MOST_VALUES:
+    rare = share * len(counts) < RARE and len(counts) <= MOST_CATEGORIES
+    if not rare and (len(counts) != 2 or share >= UNEQUAL):
         return
     test, held_out = fed.test[1], [client.y_test for client in fed.clients if len(client.y_test)]
     parts = [test, *([torch.cat(held_out)] if held_out else [])]
     missing = {name: 0 for y in parts for name in missing_classes("auprc", y.numpy(), fed.names)}
+    metrics = ["balanced_accuracy"] if missing else ["auroc", "auprc", "balanced_accuracy"]
+    name = fed.label_distribution()[1][least]
+    if not rare:
+        inferred.set("metrics", metrics, f"a constant prediction has an accuracy of {1 - share:.0%}")
+        why = f"compares methods by it; a test at a client needs {FEWEST} held-out samples of {name}"
+        inferred.commented["metrics"] = {"objective": metrics[0]}, why
+        inferred.set("positive", fed.names[least], "the rarer class")
+        inferred.seen.append(f"the class {name} has {share:.0%} of the samples, so metrics are set for unequal classes")
+        return
     if missing:
         why = f"AUPRC is undefined: no test or held-out sample of {', '.join(missing)}"
         inferred.set("objective", "balanced_accuracy", why)
-        inferred.set("metrics", ["balanced_accuracy"], "additional metrics")
     else:
         inferred.set(
             "objective", "auprc", "for tuning, stopping and comparison; accuracy is misleading for rare classes"
         )
-        inferred.set("metrics", ["auroc", "auprc", "balanced_accuracy"], "additional metrics")
+    inferred.set("metrics", metrics, "additional metrics")
     if len(counts) == 2:
         inferred.set("positive", fed.names[least], "the rare class; AUPRC is that of this class")
     inferred.set("class_weights", "balanced", "rare classes count more in the loss; probabilities are corrected for it")
     inferred.seen.append(
-        f"the class {fed.label_distribution()[1][least]} has {share:.0%} of the samples, so objective, metrics and "
+        f"the class {name} has {share:.0%} of the samples, so objective, metrics and "
         "class_weights are set for rare classes"
     )
 

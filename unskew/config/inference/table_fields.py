@@ -11,7 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from unskew.config.inference.client_columns import PERSON, ClientColumns, client_columns, kind_of_client
+from unskew.config.inference.client_columns import (
+    MOST_CATEGORIES,
+    PERSON,
+    ClientColumns,
+    client_columns,
+    kind_of_client,
+)
 from unskew.config.inference.image_fields import set_image_size, set_segmentation
 from unskew.config.inference.inferred_config import InferredConfig
 from unskew.config.inference.survival_fields import set_survival_labels, survival_labels, two_labels
@@ -24,15 +30,15 @@ from unskew.data.readers.image_folders import IMAGES
 from unskew.data.readers.images import image_bytes, is_image
 from unskew.data.readers.labels import is_list_type, metadata_class_names
 from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
-from unskew.expressions import quote, unquote
+from unskew.expressions import parse_names, quote, unquote
 
 LABELS = r"(label|labels|class|target|y|outcome|diagnosis|species|category|result|survived|type)"
 MASK = r"(^|[\W_])masks?($|[\W_])"
 """Names of columns with masks."""
 GROUPS = r"(.*[_ .-])?(id|key|code)|[a-z]+Id|[a-z]+ID"
 """Names of columns that may identify a person or object with several rows."""
-MOST_CLASSES, MOST_VALUES = 100, 50
-"""Maximum numbers of distinct values of a numeric class label, and of a categorical string column."""
+MOST_CLASSES = 100
+"""Maximum number of distinct values of a numeric class label."""
 CODES = 12
 """Integer columns with at most this many distinct values may be category codes."""
 WORDS = 3
@@ -128,34 +134,42 @@ def set_table_fields(
         return
     rest = [c for c in columns if c not in (*labels, owners.chosen, files)]
     constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
-    rest = [c for c in rest if c not in (*constant, *owners.named)]
-    numbers = [c for c in rest if is_numeric(table.column(c).type)]
+    rest = [c for c in rest if c not in (*constant, *owners.unused)]
+    codes = [c for c in rest if c in owners.named and not is_string(table.column(c).type)]
+    numbers = [c for c in rest if is_numeric(table.column(c).type) and c not in codes]
     texts = [c for c in rest if is_string(table.column(c).type)]
-    categories = [c for c in texts if distinct[c] <= min(MOST_VALUES, n // 4) and is_category_text(table.column(c))]
+    categories = [c for c in texts if distinct[c] <= min(MOST_CATEGORIES, n // 4) and is_category_text(table.column(c))]
     dates = [c for c in rest if is_date(table.column(c).type)]
     text = max(texts, key=partial(_words, table), default=None)
-    alone = len(rest) == len(texts) and not categories and "task" not in inferred.values
+    alone = {*rest} == {*texts, *codes} and {*categories} <= {*owners.named} and "task" not in inferred.values
     if text is not None and alone and _words(table, text) >= WORDS:
         inferred.set("text", text, "each text is tokenized into words and word bigrams")
         _set_partition(inferred, owners, distinct, table)
         inferred.set("model", "text-mlp", "without download; hf:NAME is a pretrained model")
         inferred.set("optimizer", "adam")
         return
-    reasons = dict.fromkeys(constant, "the same value in every row")
-    for c in rest:
+    reasons = owners.unused | dict.fromkeys(constant, "the same value in every row")
+    for c in [*rest, *owners.unused]:
         unusable = _why_text(table.column(c)) if c in texts and c not in categories else None
         if unusable is None and is_identifier(table.column(c), c):
-            unusable = f"an identifier, {distinct[c]} values in {n} rows"
+            unusable = (
+                f"an identifier, {distinct[c]} values in {n} rows" if distinct[c] < n else "different in every row"
+            )
         elif c in numbers and np.isinf(_numbers(table.column(c))).any():
             unusable = "infinite values"
-        if unusable or (c in texts and c not in categories):
+        if unusable or (c in texts and c not in (*categories, *owners.unused)):
             reasons[c] = unusable or "too many different strings"
-    reasons |= dict.fromkeys(owners.named, "may name the clients")
     reasons = {c: reasons[c] for c in columns if c in reasons}
     if reasons:
         inferred.set("exclude", list(reasons), "for the reasons above")
         inferred.seen += [f"excluded: {c}: {reason}" for c, reason in reasons.items()]
     numbers = [c for c in numbers if c not in reasons]
+    categories = [c for c in columns if c in (*categories, *codes) and c not in reasons]
+    if owned := [c for c in categories if c in owners.named]:
+        inferred.seen.append(
+            f"categories although their names are those of client columns: {', '.join(owned)}; to leave a column out, add it "
+            "to exclude"
+        )
     _report_codes(inferred, table, numbers)
     groups = [c for c in reasons if owners.named.get(c, PERSON if re.fullmatch(GROUPS, c, re.I) else None) == PERSON]
     group = next((c for c in groups if PATHS <= distinct[c] < n and not table.column(c).null_count), None)
@@ -176,7 +190,10 @@ def set_table_fields(
 
 
 def _set_partition(inferred: InferredConfig, owners: ClientColumns, distinct: Mapping[str, int], table: Any) -> None:
-    """Set the partition: by the column that names clients if there is one, otherwise by label or iid."""
+    """Set the partition: by the column that names clients if there is one, otherwise by label or iid.
+
+    If there is a date column, a split by time is added as a comment.
+    """
     owner = owners.chosen
     if owner is not None:
         values = f"one client for each of the {distinct[owner]} values of {owner}"
@@ -187,6 +204,13 @@ def _set_partition(inferred: InferredConfig, owners: ClientColumns, distinct: Ma
         inferred.set("partition", "dirichlet:0.3,min=2", "label skew; no column surely names the clients")
     if owner is None:
         inferred.set("clients", max(2, min(10, table.num_rows // 40)))
+    label = inferred.values["label"]
+    dates = [c for c in table.column_names if is_date(table.column(c).type) and c not in (label, *parse_names(label))]
+    date = next((c for c in dates if distinct[c] > 1 and not table.column(c).null_count), None)
+    if date is not None:
+        group = inferred.values.get("split_by")
+        split = f"{group},time:{quote(date)}" if group else f"time:{quote(date)}"
+        inferred.commented["partition"] = {"split_by": split}, "evaluates on the newest rows, not on random ones"
     if owners.others:
         gaps = {c: table.column(c).null_count for c in owners.others}
         listed = ", ".join(
