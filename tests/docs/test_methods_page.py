@@ -1,6 +1,7 @@
 """Pages on methods: every method has a section, and its costs are those counted; the rest comes from the registry."""
 
 import dataclasses
+import inspect
 import re
 
 import pytest
@@ -46,7 +47,7 @@ def test_the_attributes_of_what_rules_and_plugins_receive_are_described_and_no_o
     """In the docstring, which the reference shows."""
     reference = "\n".join(page.read_text() for page in (DOCS / "reference").glob("*.md"))
     assert re.search(rf"^::: unskew\.[\w.]+\.{received.__name__}$", reference, re.M)
-    described = re.findall(r"^    (\w+): ", received.__doc__.split("Attributes:")[1].replace("\n    ", "\n"), re.M)
+    described = re.findall(r"^    (\w+): ", inspect.getdoc(received).split("Attributes:")[1], re.M)
     assert described == [field.name for field in dataclasses.fields(received)]
     public = [kind for name, kind in vars(received).items() if name[0] != "_" and callable(kind)]
     assert all(kind.__doc__ for kind in public)

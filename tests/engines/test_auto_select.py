@@ -8,7 +8,7 @@ from support.federations import SmallBatchNorm, blobs
 from support.running import Stop, StopAfter, assert_same_run
 
 import unskew
-from unskew.comparison import compare
+from unskew.comparison import comparison_plan
 from unskew.engines import auto_select, calibration, costs, timing
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.json_models import write_model
@@ -269,9 +269,11 @@ def test_a_command_of_several_runs_measures_in_the_first(counted, share_of, monk
 
 
 def test_a_comparison_plans_all_its_runs(monkeypatch):
-    seen, run = [], compare.run_or_resume
+    seen, run = [], comparison_plan.run_or_resume
     monkeypatch.setattr(
-        compare, "run_or_resume", lambda *args, **options: seen.append(auto_select._planned) or run(*args, **options)
+        comparison_plan,
+        "run_or_resume",
+        lambda *args, **options: seen.append(auto_select._planned) or run(*args, **options),
     )
     options = {"methods": ["fedavg", "fedprox"], "seeds": 2, "references": False, "engine": "inline"}
     unskew.compare(blobs(SIZES), model=SmallBatchNorm(), **{**GIVEN, "rounds": 1, **options})

@@ -9,11 +9,14 @@ import stat
 import subprocess
 import tempfile
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 import yaml
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
 from support.running import call
 from support.sites import TINY, LoopPlace
 
@@ -28,7 +31,7 @@ from unskew.deployment.site.process import SiteProcess
 from unskew.deployment.site.state import SiteState, SiteStateLostError
 from unskew.deployment.wire.frames import EncodedFrame, Frame, FrameError, receive, send
 from unskew.deployment.wire.tensor_codec import parse_slices, slices_as_text
-from unskew.errors import ConfigError, UnskewError
+from unskew.errors import ConfigError, EngineError, UnskewError
 from unskew.protocol.messages import ClientState
 
 MINE = {"name": "a", "client": 0}
@@ -251,13 +254,34 @@ def test_check_names_each_of_several_experiments(tmp_path, capsys):
     assert [text.rpartition(" ")[2] for text in blocks[1::2]] == ["fedavg", "scaffold"]
 
 
+def test_what_openssl_rejects_is_in_the_error(tmp_path, monkeypatch):
+    monkeypatch.setenv("DAYS", "many")
+    write_scripts(tmp_path)
+    with pytest.raises(EngineError, match=r"certificates.sh failed: .*many"):
+        make_certificates(tmp_path, ["127.0.0.1"])
+
+
+def expire(server):
+    """Sign the certificate of a SuperLink again, with a validity that has ended; newer versions of OpenSSL refuse to."""
+    key = serialization.load_pem_private_key((server / "ca" / "ca.key").read_bytes(), None)
+    path = server / "superlink" / "server.crt"
+    valid = x509.load_pem_x509_certificate(path.read_bytes())
+    end = valid.not_valid_before_utc - timedelta(days=1)
+    other = x509.CertificateBuilder(valid.issuer, valid.subject, valid.public_key(), valid.serial_number)
+    other = other.not_valid_before(end - timedelta(days=1)).not_valid_after(end)
+    for extension in valid.extensions:
+        other = other.add_extension(extension.value, extension.critical)
+    path.write_bytes(other.sign(key, hashes.SHA384()).public_bytes(serialization.Encoding.PEM))
+
+
 @pytest.mark.parametrize("which", ["good", "foreign", "expired", "plain"])
 def test_check_tests_the_certificate_of_the_superlink(which, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DAYS", "-1" if which == "expired" else "300")
     server, site = tmp_path / "server", tmp_path / "site"
     for one in (server, tmp_path / "other"):
         write_scripts(one)
         make_certificates(one, ["127.0.0.1"])
+    if which == "expired":
+        expire(server)
     make_node_key(server, site)
     web = http.server.HTTPServer(("127.0.0.1", 0), http.server.BaseHTTPRequestHandler)
     if which != "plain":

@@ -25,8 +25,8 @@ openssl req -new -key superlink/server.key -subj "/CN=unskew SuperLink" -out sup
 printf 'subjectAltName=%s\nbasicConstraints=critical,CA:FALSE\nkeyUsage=critical,digitalSignature\nextendedKeyUsage=serverAuth\n' \
   "$names" > superlink/server.ext
 openssl x509 -req -in superlink/server.csr -CA ca/ca.crt -CAkey ca/ca.key -CAcreateserial -sha384 -days "${DAYS:-365}" \
-  -extfile superlink/server.ext -out superlink/server.crt 2> /dev/null
-rm superlink/server.csr superlink/server.ext
+  -extfile superlink/server.ext -out superlink/server.crt 2> superlink/signing.log || { cat superlink/signing.log >&2; exit 1; }
+rm superlink/server.csr superlink/server.ext superlink/signing.log
 cp ca/ca.crt superlink/ca.crt
 chmod 644 ca/ca.crt superlink/ca.crt superlink/server.crt
 echo "Send ca/ca.crt to every site; copy superlink/ to the SuperLink; keep ca/ca.key private and offline."
