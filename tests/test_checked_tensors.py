@@ -54,7 +54,7 @@ FORGED = {
     "entries that overlap": {"v": ENTRY, "w": ENTRY},
     "an entry after the end": {"w": {**ENTRY, "data_offsets": [4, 8]}},
     "an entry of negative size": {"w": {**ENTRY, "data_offsets": [4, 0]}},
-    "a shape that is no number": {"w": {**ENTRY, "shape": ["1"]}},
+    "a shape that is not a number": {"w": {**ENTRY, "shape": ["1"]}},
     "an unknown type": {"w": {**ENTRY, "dtype": "O"}},
     "a deep header": {"w": json.loads("[" * 900 + "]" * 900)},
 }

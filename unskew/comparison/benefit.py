@@ -14,10 +14,7 @@ from unskew.comparison.significance import Estimate, difference, holm, mean_over
 from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, usable_values
 from unskew.tasks.few_samples import compares_classes, has_few_samples
 from unskew.tasks.intervals import interval_fields
-from unskew.tasks.primary_metric import (
-    MetricInfo,
-    primary_metric_name,
-)
+from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
 from unskew.tasks.registry import client_metric, objective_metric, task_scored_by
 
 PREFIXES = {"personal": "personal_", "constant": "constant_"}

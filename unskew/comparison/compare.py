@@ -75,7 +75,7 @@ def compare(
         overrides=overrides,
         parallel=parallel,
         budget_minutes=budget_minutes,
-        options=options,
+        **options,
     )
     folder = plan.folder
     with output_folder(folder, resume, plan.has_begun):

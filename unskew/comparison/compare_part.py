@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,6 @@ from typing import Any
 from unskew.comparison.comparison_plan import CallbackFactory, is_finished, plan_comparison, report_estimate
 from unskew.data.federation import Federation
 from unskew.filesystem import check_plain
-from unskew.methods.registry import MethodLike
-from unskew.runs.build_model import ModelLike
 from unskew.runs.parallel import num_parallel_runs
 from unskew.runs.parts import Part
 
@@ -35,18 +33,13 @@ def compare_part(
     part: Part,
     federation: Federation | None = None,
     *,
-    methods: Sequence[MethodLike],
     out: str | Path,
-    seeds: int | str | Sequence[int] = 3,
-    model: ModelLike | Mapping[str, Any] | None = None,
-    target: float | None = None,
     callback_factory: CallbackFactory | None = None,
-    overrides: Mapping[str, Mapping[str, Any]] | None = None,
     parallel: int | str | None = None,
     references: bool | None = None,
     budget_minutes: float | None = None,
     on_estimate: Callable[[str], None] | None = None,
-    **options: Any,
+    **arguments: Any,
 ) -> FinishedPart:
     """Execute a part of the runs of ``compare``; finished runs are not repeated, and interrupted ones are resumed.
 
@@ -55,35 +48,25 @@ def compare_part(
 
     Args:
         part: Part to execute; the seeds of each method are distributed evenly over the parts.
-        federation: As in ``compare``, like the following arguments.
-        methods: Methods of the whole comparison.
+        federation: Data for all seeds, or None.
         out: Folder that all parts share; it may exist.
-        seeds: Seeds of the whole comparison.
-        model: Model.
-        target: Value of the objective for which rounds are counted; only validated here.
         callback_factory: Returns the callbacks of a run.
-        overrides: Fields that differ for single methods.
         parallel: Number of concurrent runs of this part.
-        references: Whether to add the references.
+        references: Whether to add the references to the whole comparison.
         budget_minutes: Maximum estimated time of this part.
         on_estimate: Called with the estimated time of this part.
-        **options: Fields of ``unskew.Experiment``.
+        **arguments: Other arguments of ``compare``, of the whole comparison.
 
     Raises:
         ConfigError: As in ``compare``, or if another process executes one of the runs.
     """
     plan = plan_comparison(
         federation,
-        methods=methods,
-        seeds=seeds,
-        model=model,
-        target=target,
         out=out,
         callback_factory=callback_factory,
-        overrides=overrides,
         parallel=parallel,
         budget_minutes=budget_minutes,
-        options=options,
+        **arguments,
     )
     if plan.folder is not None and plan.folder.is_dir():
         check_plain(plan.folder)

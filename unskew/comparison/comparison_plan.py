@@ -166,14 +166,14 @@ def plan_comparison(
     *,
     methods: Sequence[MethodLike],
     seeds: int | str | Sequence[int],
-    model: ModelLike | Mapping[str, Any] | None,
-    target: float | None,
     out: str | Path | None,
     callback_factory: CallbackFactory | None,
-    overrides: Mapping[str, Mapping[str, Any]] | None,
     parallel: int | str | None,
     budget_minutes: float | None,
-    options: Mapping[str, Any],
+    model: ModelLike | Mapping[str, Any] | None = None,
+    target: float | None = None,
+    overrides: Mapping[str, Mapping[str, Any]] | None = None,
+    **options: Any,
 ) -> ComparisonPlan:
     """Validate the arguments of ``compare`` as far as possible without data, and return the plan of its methods.
 
@@ -181,14 +181,14 @@ def plan_comparison(
         federation: Data for all seeds, or None.
         methods: Methods as ``unskew.method`` accepts them.
         seeds: Seeds.
-        model: Model, see ``unskew.run``.
-        target: Value of the objective for which rounds are counted, or None.
         out: Folder for all runs, or None.
         callback_factory: Returns the callbacks of a run, or None.
-        overrides: Fields that differ for single methods.
         parallel: Number of concurrent runs.
         budget_minutes: Maximum estimated time, or None.
-        options: Fields of ``unskew.Experiment``.
+        model: Model, see ``unskew.run``.
+        target: Value of the objective for which rounds are counted, or None.
+        overrides: Fields that differ for single methods.
+        **options: Fields of ``unskew.Experiment``.
 
     Raises:
         ConfigError: If an argument is not valid.
@@ -297,7 +297,7 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
         seeds: Number of seeds, a list of seeds, or an expression such as ``0..2,7``.
 
     Raises:
-        ConfigError: If there are no seeds, duplicates or too many seeds.
+        ConfigError: If the list is empty, too long or has duplicates, or an entry is not a seed.
     """
     if isinstance(seeds, str):
         return parse_seed_list(seeds)

@@ -42,7 +42,7 @@ PURPOSE = 12
 """Separates the draws of models from other draws with the server's key."""
 
 ROUNDINGS = 8
-"""Rounding errors, relative to the norm of the baseline, below which a model counts as equal to it."""
+"""Distance to the baseline up to which a model counts as equal to it, in machine epsilons times the baseline's norm."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +110,7 @@ class FedFomo(StoredModels):
         loss = ctx.survey["loss"] / ctx.survey["count"]
         distances = torch.linalg.vector_norm(models - baseline, dim=1)
         gains = (loss[0] - loss[1:]) / distances
-        # A model that equals the baseline but for rounding, as after a mixture of one model, has no gain but noise.
+        # The gain of a model that differs from the baseline only by rounding would be noise divided by noise.
         rounding = ROUNDINGS * torch.finfo(baseline.dtype).eps * torch.linalg.vector_norm(baseline)
         gains = torch.where(gains.isfinite() & (distances > rounding), gains, 0.0)  # not finite: a model that diverged
         weights = gains.clamp_min(0)

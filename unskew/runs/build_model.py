@@ -42,8 +42,8 @@ def initial_spec(config: Experiment, federation: Federation, model: ModelLike | 
         method: Method of the run.
 
     Raises:
-        ConfigError: If there is no model, the method does not support several, their options are of another number, or
-            only some of them normalize their inputs.
+        ConfigError: If the list of models is empty or has another length than the list of options, the method does not
+            support several models, or only some of them normalize their inputs.
     """
     given = config.model if model is None else model
     models = split_models(given) if isinstance(given, str) else given if isinstance(given, list | tuple) else [given]

@@ -10,11 +10,12 @@ import numpy as np
 from unskew.config.inference.inferred_config import InferredConfig
 from unskew.data.federation import Federation
 from unskew.data.from_arrays import num_training_samples
+from unskew.data.spec import DataSpec
 from unskew.errors import abbreviate
 from unskew.tasks.few_samples import FEWEST, compares_classes, has_few_samples
 from unskew.tasks.primary_metric import metric_info
 
-DEFAULT = 0.1
+DEFAULT: float = DataSpec.model_fields["holdout"].default
 SHARES = (0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 """Larger shares, of which the smallest that is sufficient is set."""
 MOST = 0.8
