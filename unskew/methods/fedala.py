@@ -26,6 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.autograd import grad_and_value
 from unskew.methods.client_features import features_of
 from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
@@ -96,7 +97,7 @@ class FedALA(ClientRule):
         def loss(head: Tensor, a: Tensor, targets: Tensor) -> Tensor:
             return ctx.task.loss(ctx.spec.head(head, a), targets)
 
-        slope = torch.func.grad_and_value(loss)
+        slope = grad_and_value(loss)
         losses: list[float] = []
         for _ in range(MOST if first else 1):
             for cut in ctx.training.cuts(count):

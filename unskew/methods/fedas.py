@@ -26,6 +26,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
+from unskew.autograd import grad_and_value
 from unskew.data.federation import take_rows
 from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.spec import ModelSpec
@@ -106,10 +107,10 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
             return ((own - means).square().mean(1) * (number > 0)).sum()
 
         v = ctx.v_global
-        slope = torch.func.grad(distance)
+        slope = grad_and_value(distance)
         for epoch in range(self.epochs):
             for x, y in self.batches(ctx, 1 + epoch):
-                v = v - self.eta * slope(v, x, y)  # 0 in the head
+                v = v - self.eta * slope(v, x, y)[0]  # 0 in the head
         return {START: v}
 
     def batches(self, ctx: Context, number: int) -> list[tuple[Tensor, Tensor]]:
@@ -143,8 +144,8 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
         def loss(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
             return F.cross_entropy(ctx.spec.forward(v, ctx.b_global, x).logits, y)
 
-        slope = torch.func.grad(loss)
-        total = torch.stack([slope(v, x, y).square().sum() for x, y in self.batches(ctx, 1 + self.epochs)]).sum()
+        slope = grad_and_value(loss)
+        total = torch.stack([slope(v, x, y)[0].square().sum() for x, y in self.batches(ctx, 1 + self.epochs)]).sum()
         ctx.upload["fisher"] = ctx.weight * total
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:

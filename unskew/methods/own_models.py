@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from unskew.autograd import grad_and_value
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec
@@ -156,9 +157,9 @@ def train_on_means(
         lr: Learning rate.
         batch: Number of class means per step.
     """
-    slope = torch.func.grad(loss)
+    slope = grad_and_value(loss)
     for epoch in range(epochs):
         order = uniform(fold(fold(key, PURPOSE), epoch), (len(classes),)).argsort(stable=True).to(classes.device)
         for index in torch.split(order, batch):
-            values = values - lr * slope(values, means[index], classes[index])
+            values = values - lr * slope(values, means[index], classes[index])[0]
     return values
