@@ -12,8 +12,6 @@ from torch import Tensor
 def grad_and_value(loss: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return a function that computes the gradient with respect to the first argument, and the value.
 
-    It cannot be mapped.
-
     Args:
         loss: Function ``(v, ...) -> scalar``.
     """
