@@ -97,7 +97,9 @@ def test_an_incomplete_last_line_is_ignored_and_replaced(tmp_path, cut):
 
 def append_many(folder, worker):
     for number in range(20):
-        append_outcome(folder, "table", {"study": "s", "worker": worker, "number": number}, {"text": "x" * 20_000})
+        append_outcome(
+            folder, "table", {"study": "s", "worker": worker, "number": number}, {"summary": {"text": "x" * 20_000}}
+        )
 
 
 def test_several_processes_append_to_one_file(tmp_path):
@@ -114,7 +116,9 @@ def test_several_processes_append_to_one_file(tmp_path):
 
 def write_many(folder, worker):
     for number in range(20):
-        write_outcome(folder, "table", {"study": "s", "worker": worker, "number": number}, {"text": "x" * 20_000})
+        write_outcome(
+            folder, "table", {"study": "s", "worker": worker, "number": number}, {"summary": {"text": "x" * 20_000}}
+        )
         stored_outcomes(folder)  # also while the files of others are moved
 
 
@@ -135,9 +139,9 @@ def test_files_of_single_runs_are_merged_while_several_processes_write_them(tmp_
 
 def test_files_of_single_runs_are_merged_in_the_given_order_and_once(tmp_path):
     runs = [{"study": "s", "number": number} for number in range(4)]
-    append_outcome(tmp_path, "table", runs[0], {"text": "first"})
+    append_outcome(tmp_path, "table", runs[0], {"summary": {"text": "first"}})
     for table, run in (("table", runs[3]), ("table", runs[1]), ("table", runs[2]), ("table.2", runs[1])):
-        write_outcome(tmp_path, table, run, {"text": table})
+        write_outcome(tmp_path, table, run, {"summary": {"text": table}})
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     assert len(stored_outcomes(tmp_path)) == 4
     merge_outcomes(tmp_path, "table", [identity_hash(runs[2]), identity_hash(runs[3]), identity_hash(runs[1])])
@@ -154,19 +158,19 @@ def test_files_of_single_runs_are_merged_in_the_given_order_and_once(tmp_path):
 def test_a_cut_file_of_a_single_run_damages_no_other_run(tmp_path):
     runs = [{"study": "s", "number": number} for number in range(3)]
     for run in runs:
-        write_outcome(tmp_path, "table", run, {"text": "x"})
+        write_outcome(tmp_path, "table", run, {"summary": {"text": "x"}})
     cut = tmp_path / f"table.{identity_hash(runs[1])}.jsonl"
     cut.write_bytes(cut.read_bytes()[:-5])
     merge_outcomes(tmp_path, "table", [identity_hash(run) for run in runs])
-    append_outcome(tmp_path, "table", runs[1], {"text": "again"})
+    append_outcome(tmp_path, "table", runs[1], {"summary": {"text": "again"}})
     assert [path.name for path in tmp_path.iterdir()] == ["table.jsonl"]
-    assert [read_outcome(tmp_path, run)["text"] for run in runs] == ["x", "again", "x"]
+    assert [read_outcome(tmp_path, run)["summary"]["text"] for run in runs] == ["x", "again", "x"]
 
 
 def test_a_corrupted_file_of_a_single_run_is_reported_before_any_is_moved(tmp_path):
     runs = [{"study": "s", "number": number} for number in range(2)]
     for run in runs:
-        write_outcome(tmp_path, "table", run, {"text": "x"})
+        write_outcome(tmp_path, "table", run, {"summary": {"text": "x"}})
     (tmp_path / f"table.{identity_hash(runs[1])}.jsonl").write_text("{\n")
     before = sorted(tmp_path.iterdir())
     with pytest.raises(DataError, match=r"Line 1 of .*jsonl is corrupted"):
@@ -188,7 +192,7 @@ def test_several_processes_merge_the_files_of_single_runs(tmp_path):
         worker.start()
     start.wait()
     for number in range(60):
-        write_outcome(tmp_path, "table", {"study": "s", "number": number}, {"text": "x" * 20_000})
+        write_outcome(tmp_path, "table", {"study": "s", "number": number}, {"summary": {"text": "x" * 20_000}})
     for worker in workers:
         worker.join()
         assert worker.exitcode == 0
@@ -198,13 +202,20 @@ def test_several_processes_merge_the_files_of_single_runs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["{", "[]", "3", '{"summary": {}}', '{"run": 3}', '{"run": {}, "x": NaN}', '{"run": {}']
+    "line",
+    [
+        *("{", "[]", "3", '{"summary": {}}', '{"run": 3}', '{"run": {}, "x": NaN}', '{"run": {}', '{"run": {}}'),
+        *('{"run": {}, "summary": 3}', '{"run": {}, "not_applicable": 3}', '{"run": {}, "objective": "accuracy"}'),
+        '{"run": {}, "summary": {}, "curve": {"round": [1, "two"]}}',
+        '{"run": {}, "summary": {}, "summaries": [{"accuracy": 0.5, "bytes": 3}]}',
+        '{"run": {}, "summary": {}, "summaries": [{"accuracy": "0.5", "bytes": 3, "diverged": false}]}',
+    ],
 )
 def test_a_corrupted_line_is_an_error_that_names_it(tmp_path, line):
     append_outcome(tmp_path, "table", {"study": "s"}, {"summary": {}})
     path = tmp_path / "table.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(DataError, match=r"Line 2 of .*table\.jsonl is corrupted. Remove the line"):
+    with pytest.raises(DataError, match=r"Line 2 of .*table\.jsonl is corrupted \(.+\)\. Remove the line"):
         read_outcome(tmp_path, {"study": "other"})
 
 

@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pydantic
 import torch
 
 from unskew.comparison.folder_name import folder_name
 from unskew.config.experiment import Experiment
-from unskew.errors import DataError
+from unskew.errors import DataError, first_problem
 from unskew.filesystem import disk_errors, make_subfolder, open_to_append, parse_json, read_file, write_atomic
 from unskew.folder_locks import file_lock
 from unskew.runs.resume import RESUMABLE
@@ -58,6 +59,43 @@ class StoredOutcome:
     outcome: Outcome
 
 
+class _Scores(pydantic.BaseModel):
+    """Results of a seed in a unit of a benchmark: metrics, traffic, and whether it diverged."""
+
+    model_config = pydantic.ConfigDict(strict=True, extra="allow")
+    __pydantic_extra__: dict[str, float]
+
+    bytes: float
+    diverged: bool
+
+
+class _Line(pydantic.BaseModel):
+    """Line of a file: the outcome of a run, of a unit of a benchmark, or why a unit has none."""
+
+    model_config = pydantic.ConfigDict(strict=True)
+
+    run: dict[str, Any]
+    stands_in_for: str = ""
+    summary: dict[str, Any] = {}
+    curve: dict[str, list[float | None]] = {}
+    not_applicable: str = ""
+    personal: bool = False
+    options: dict[str, Any] = {}
+    objective: str = ""
+    client_metric: str = ""
+    summaries: list[_Scores] = []
+    rounds: list[int] = []
+    bytes: list[float] = []
+    curves: list[list[float | None]] = []
+    seconds: float = 0.0
+    seconds_simulated: list[list[float | None]] = []
+    trials: dict[str, int] = {}
+    validation: dict[str, float | None] = {}
+
+
+_OF_UNIT = {"personal", "options", "objective", "client_metric", "summaries", "rounds", "bytes", "curves"}
+_RESULTS = {"summary"}, {"not_applicable"}, _OF_UNIT
+"""Fields of which a line has all of one kind."""
 _parsed: dict[Path, tuple[tuple[int, int], dict[str, StoredOutcome]]] = {}
 """Contents of files that this process has read, with the size and time of change when they were read."""
 
@@ -273,10 +311,14 @@ def _parse_file(path: Path) -> Iterator[tuple[str, StoredOutcome]]:
     for number, line in enumerate(lines, 1):
         try:
             outcome: Outcome = parse_json(line)
-            run = dict(outcome["run"])
-            earlier = {**run, "method": outcome["stands_in_for"]} if "stands_in_for" in outcome else None
-        except (ValueError, LookupError, TypeError) as error:
-            raise DataError(f"Line {number} of {path} is corrupted. Remove the line to repeat its run.") from error
+            run = _Line.model_validate(outcome).run
+            if not any(fields <= outcome.keys() for fields in _RESULTS):
+                raise ValueError("it has no results")
+        except ValueError as error:
+            raise DataError(
+                f"Line {number} of {path} is corrupted ({first_problem(error)}). Remove the line to repeat its run."
+            ) from error
+        earlier = {**run, "method": outcome["stands_in_for"]} if "stands_in_for" in outcome else None
         stored = StoredOutcome(path, number, outcome)
         yield identity_hash(run), stored
         if earlier is not None:
