@@ -148,7 +148,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(timing.time_in_processes(setup, auto_select.grouped_unchecked(setup.spec), [1, 2], 1, 2))
+        found.update(timing.time_in_processes(setup, auto_select.group_form(setup.spec), [1, 2], 1, 2))
 
     setup_of(monkeypatch, look)
     train(rounds=1)
@@ -314,6 +314,35 @@ def test_another_model_or_budget_is_measured_again(counted):
         counted.clear()
         train(engine="processes", clients_per_group="auto", workers=2, **options)
         assert counted, options
+
+
+class Unknown(SmallBatchNorm):
+    """With a layer that cannot be grouped; with ``reads``, its operators cannot be mapped either."""
+
+    def __init__(self, reads):
+        super().__init__()
+        self.reads, self.last = reads, torch.nn.PReLU()
+
+    def forward(self, x):
+        return super().forward(x) * (self.last(x).mean().item() if self.reads else self.last(x).mean())
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_operators_are_mapped_if_a_trial_has_shown_that_this_is_faster(counted, monkeypatch, reads):
+    """Two steps together take as long as one; what cannot be mapped is tried once."""
+    sizes = sizes_timed(monkeypatch)
+    torch.manual_seed(0)
+    model = Unknown(reads)
+    together = []
+    for seed in (0, 1):
+        summary = unskew.run(blobs(SIZES), model=model, seed=seed, **{**GIVEN, **OPTIONS}).summary
+        together.append(summary["clients_per_group"])
+    assert together == ([1, 1] if reads else [2, 2])
+    assert sizes == ([[1]] if reads else [[1, 2]])
+    monkeypatch.setattr(auto_select, "SHARE", 0.0)
+    calibration.calibration_file().unlink()
+    short = unskew.run(blobs(SIZES), model=model, **{**GIVEN, **OPTIONS}).summary
+    assert short["clients_per_group"] == 1  # an estimate does not suffice
 
 
 def test_a_damaged_calibration_file_is_replaced(counted):

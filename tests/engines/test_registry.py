@@ -76,7 +76,7 @@ def test_processes_give_the_same_vector(method):
 
 @pytest.fixture
 def never_alone(monkeypatch):
-    """Clients are trained as one network or not at all."""
+    """Clients are trained at once or not at all."""
     monkeypatch.setattr(GroupTrainer, "train", GroupTrainer.mapped)
 
 
@@ -111,17 +111,22 @@ def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
         assert len([own for own in caught if "one at a time" in str(own.message)]) == 1
 
 
-def test_a_model_of_unknown_layers_is_trained_client_by_client():
+@pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedsam"])
+@pytest.mark.parametrize("engine", ["inline", "processes"])
+def test_the_operators_of_a_model_of_unknown_layers_are_mapped(engine, method, never_alone):
     class Other(SmallBatchNorm):
         def __init__(self):
             super().__init__()
-            self.drop = torch.nn.PReLU()
+            self.slope = torch.nn.PReLU()
 
-    given = {"method": "fedavg", "engine": "inline", "rounds": 1, "lr": 0.1}
+        def forward(self, x):
+            return super().forward(self.slope(x))
+
+    given = {"method": method, "engine": engine, "rounds": 2, "lr": 0.1}
     torch.manual_seed(0)
     model = Other()
     one, several = (unskew.run(blobs(SIZES), model=model, clients_per_group=n, **given).vector for n in (1, 3))
-    assert torch.equal(one, several)
+    assert_engines_agree(several, one)
 
 
 def test_no_part_is_more_work_than_its_number_of_clients_on_average():

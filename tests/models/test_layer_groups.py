@@ -7,6 +7,7 @@ import torch
 from support.running import call
 from torch import nn
 
+from unskew.cli.model_summary import grouping_note
 from unskew.errors import ConfigError
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import MODELS, build_model
@@ -81,6 +82,24 @@ def test_a_split_beyond_the_model_is_refused():
     assert [len(part) for part in split_at_depth(groups, 3)] == [3, 0]
     with pytest.raises(ConfigError, match="3 layers"):
         split_at_depth(groups, 4)
+
+
+def test_how_several_clients_are_trained_is_said():
+    class Drawing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(2, 2)
+
+        def forward(self, x):
+            return self.head(x + torch.rand_like(x))
+
+    layers = [nn.Linear(2, 2), nn.PReLU(), nn.Linear(2, 2)]
+    assert grouping_note(ModelSpec(nn.Sequential(*layers), (2,), 2)) == (
+        "Several clients are trained at once, but not as one network: PReLU."
+    )
+    assert grouping_note(ModelSpec(Drawing(), (2,), 2)) == (
+        "Clients are trained one after another: random numbers other than those of nn.Dropout."
+    )
 
 
 def test_the_command_shows_layers_sizes_and_the_split(capsys):

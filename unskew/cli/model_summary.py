@@ -9,7 +9,7 @@ import torch
 
 from unskew.config.loader import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.grouped.context import grouped_form_or_reason
+from unskew.models.grouped.context import group_form, grouped_form_or_reason
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.names import HUB, split_models
 from unskew.models.registry import MODELS, resolve_model
@@ -20,9 +20,13 @@ LARGEST = 1 << 24
 
 
 def grouping_note(spec: ModelSpec) -> str:
-    """Return a message on whether several clients with this model can be trained as one network on a CPU."""
+    """Return a message on how several clients with this model are trained on a CPU."""
     form, why = grouped_form_or_reason(spec)
-    return "Several clients are trained as one network." if form else f"Clients are trained one after another: {why}."
+    if form is not None:
+        return "Several clients are trained as one network."
+    if group_form(spec) is not None:
+        return f"Several clients are trained at once, but not as one network: {why}."
+    return f"Clients are trained one after another: {why}."
 
 
 def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:

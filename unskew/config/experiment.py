@@ -153,7 +153,7 @@ class Experiment(DataSpec):
     workers: Annotated[int, Field(ge=1, le=4096)] | None = None
     """Number of processes of the engine ``processes``, or of concurrent tasks of ``ray``; None means one per core."""
     clients_per_group: Annotated[int, Field(ge=1, le=1024)] | Literal["auto"] = "auto"
-    """Number of clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains as one network. ``auto``
+    """Number of clients that ``inline``, a worker of ``processes`` or a task of ``ray`` trains at once. ``auto``
     measures the best number for ``processes`` and is 1 for the others."""
     graphs: Literal["auto", "never"] = "auto"
     """Recording of local steps by ``vectorized`` as CUDA graphs: ``auto`` (on CUDA, if possible) or ``never``."""

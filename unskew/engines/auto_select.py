@@ -22,7 +22,7 @@ from unskew.engines.cpu import num_cores, num_threads
 from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.errors import CheckpointError, ConfigError
 from unskew.json_models import STRICT, read_model, write_model
-from unskew.models.grouped.context import GroupedModel, grouped_unchecked
+from unskew.models.grouped.context import GroupedModel, MappedModel, group_form
 from unskew.models.user_modules import describe_error
 
 LOG = logging.getLogger("unskew")
@@ -45,6 +45,8 @@ MARGIN = 0.95
 """Groups or fewer workers are used if a run takes at most this share of the default's time."""
 UNMEASURED_MARGIN = 0.9
 """The same if one of the two is only estimated."""
+UNMAPPABLE = 1e6
+"""Seconds of a local step of a group that cannot be mapped, so that it is not tried again."""
 INLINE_MARGIN = 0.9
 """``inline`` replaces ``processes`` if it takes at most this share of the time: other programs slow it down more."""
 
@@ -235,7 +237,7 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
     groups, form = _group_sizes(request, plain, setup, budget), None
     if groups != [1]:
-        form = grouped_unchecked(setup.spec)
+        form = None if any(rule.trains_alone for rule in setup.rules) else group_form(setup.spec, check=False)
         if form is None and plain.clients_per_group > 1:
             return plain
         groups = groups if form is not None else [1]
@@ -256,7 +258,7 @@ class Trial:
         plain: Default choice.
         setup: Configuration of the engine.
         budget: Local work of the run.
-        form: Grouped form of the model, if groups are compared.
+        form: Form of several clients, if groups are compared.
         measurement: Times that are known already.
         predicted: Predicted seconds of a round of each candidate.
         measured: Candidates whose times were measured.
@@ -266,7 +268,7 @@ class Trial:
     plain: EngineChoice
     setup: EngineConfig
     budget: Budget
-    form: GroupedModel | None
+    form: MappedModel | None
     measurement: Measurement
     predicted: dict[EngineCandidate, float] = field(default_factory=dict, init=False)
     measured: set[EngineCandidate] = field(default_factory=set, init=False)
@@ -319,9 +321,12 @@ class Trial:
         if alternatives and any(key not in self.measurement.steps for key in keys.values()):
             self._time(workers, groups)
         known = self.measurement.steps
+        estimated = self.form is None or isinstance(self.form, GroupedModel)  # mapped operators must be timed
         # Estimates are on the scale of this machine if one of the times is known.
         scale = next((known[key] / self._estimate(workers, k) for k, key in keys.items() if key in known), 1.0)
         for k, key in keys.items():
+            if k != groups[0] and known.get(key, 0.0 if estimated else UNMAPPABLE) >= UNMAPPABLE:
+                continue
             step = known.get(key, scale * self._estimate(workers, k))
             if k > 1:  # a batch of another size is trained one client at a time
                 alone = known.get(f"{workers}x1", scale * self._estimate(workers, 1))
@@ -347,6 +352,9 @@ class Trial:
                 self.store(unmeasured=self.measurement.unmeasured + run)
             self.waited = True
             return
+        unmappable: list[int] = []
+        if max(groups) > 1 and not timing.can_be_mapped(self.setup, self.form):
+            unmappable, groups = [k for k in groups if k > 1], [1]
         steps = max(1, min(steps, round(budget.steps), int(GROUP_SECONDS / (max(groups) * self.alone))))
         if workers:
             seconds = timing.time_in_processes(self.setup, self.form, groups, steps, workers)
@@ -355,6 +363,7 @@ class Trial:
                 workloads = {k: timing.steps_workload(self.setup, self.form, k, steps) for k in groups}
                 seconds = timing.min_seconds(workloads, time.perf_counter)
         times = {f"{workers}x{k}": taken / steps for k, taken in seconds.items()}
+        times |= {f"{workers}x{k}": UNMAPPABLE for k in unmappable}
         self.store(steps={**self.measurement.steps, **times}, unmeasured=0.0)
 
     def store(self, **values: Any) -> None:

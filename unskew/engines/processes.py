@@ -41,7 +41,7 @@ from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
 from unskew.errors import EngineError, UnskewError
-from unskew.models.grouped.context import GroupedModel, grouped_form
+from unskew.models.grouped.context import MappedModel, group_form
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2
@@ -64,7 +64,7 @@ def fork_available() -> bool:
 
 def _work(
     setup: EngineConfig,
-    form: GroupedModel | None,
+    form: MappedModel | None,
     inbox: SharedMemory,
     outboxes: Sequence[SharedMemory],
     pipe: Connection,
@@ -171,7 +171,7 @@ class ProcessesEngine:
     Args:
         setup: Configuration of the engine.
         workers: Number of processes; None for one per core that this process may use.
-        clients_per_group: Number of clients that a worker trains as one network.
+        clients_per_group: Number of clients that a worker trains at once.
 
     Raises:
         EngineError: If this platform cannot fork processes.
@@ -194,7 +194,7 @@ class ProcessesEngine:
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self.setup, self.clients_per_group = setup, clients_per_group
-        form = grouped_form(setup.spec) if clients_per_group > 1 else None
+        form = group_form(setup.spec) if clients_per_group > 1 else None
         self.inbox = SharedMemory()
         large = clients_per_group > 1 or setup.spec.largest_size * setup.spec.dtype.itemsize > LARGE_BYTES
         self.ahead = 1 if large else AHEAD

@@ -59,7 +59,7 @@ def make_engine(
         engine: Name of the engine, not ``auto``; for a plugin, optionally with options: ``name:key=value,key=value``.
         setup: Configuration of the engine.
         workers: Number of processes of ``processes``, or of concurrent tasks of ``ray``; None or 0 for one per core.
-        clients_per_group: Number of clients that are trained as one network.
+        clients_per_group: Number of clients that are trained at once.
         ray: Options of the engine ``ray``.
         threads: Number of threads of ``inline``; None for PyTorch's.
 

@@ -21,7 +21,7 @@ from unskew.engines.base import EngineConfig
 from unskew.engines.cpu import keep_freed_memory, num_threads
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer
-from unskew.models.grouped.context import GroupedModel
+from unskew.models.grouped.context import GroupedModel, MappedModel
 from unskew.protocol.messages import Broadcast, ClientState
 
 MIN_REPETITIONS = 2
@@ -41,12 +41,12 @@ def largest_client(setup: EngineConfig) -> int:
     return max(range(0, len(clients), every), key=lambda k: clients[k].num_samples)
 
 
-def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps: int) -> Callable[[], Any]:
+def steps_workload(setup: EngineConfig, form: MappedModel | None, k: int, steps: int) -> Callable[[], Any]:
     """Return a function that trains ``k`` copies of one client without any rule.
 
     Args:
         setup: Configuration of the engine.
-        form: Grouped form of the model, used if ``k > 1``.
+        form: Form of several clients, used if ``k > 1``.
         k: Number of clients.
         steps: Number of local steps of each client.
     """
@@ -59,6 +59,22 @@ def steps_workload(setup: EngineConfig, form: GroupedModel | None, k: int, steps
         return lambda: single.train(sent)
     group = GroupTrainer(plain, single, form)
     return lambda: group.mapped([sent] * k)
+
+
+def can_be_mapped(setup: EngineConfig, form: MappedModel | None) -> bool:
+    """Return whether a step of two clients can be mapped; the operators of a grouped network always can.
+
+    Args:
+        setup: Configuration of the engine.
+        form: Form of several clients.
+    """
+    if form is None or isinstance(form, GroupedModel):
+        return True
+    try:
+        steps_workload(setup, form, 2, 1)()
+    except Exception:  # such as values of tensors that the model reads
+        return False
+    return True
 
 
 def min_seconds(workloads: Mapping[int, Callable[[], Any]], clock: Callable[[], float]) -> dict[int, float]:
@@ -83,7 +99,7 @@ def min_seconds(workloads: Mapping[int, Callable[[], Any]], clock: Callable[[], 
 
 def _worker(
     setup: EngineConfig,
-    form: GroupedModel | None,
+    form: MappedModel | None,
     groups: Sequence[int],
     steps: int,
     barrier: Barrier,
@@ -103,13 +119,13 @@ def _worker(
 
 
 def time_in_processes(
-    setup: EngineConfig, form: GroupedModel | None, groups: Sequence[int], steps: int, workers: int
+    setup: EngineConfig, form: MappedModel | None, groups: Sequence[int], steps: int, workers: int
 ) -> dict[int, float]:
     """Time groups of clients in simultaneous worker processes of one thread each.
 
     Args:
         setup: Configuration of the engine.
-        form: Grouped form of the model; needed if a group has more than one client.
+        form: Form of several clients; needed if a group has more than one client.
         groups: Sizes of the groups to time.
         steps: Local steps of each client.
         workers: Number of processes.

@@ -26,7 +26,7 @@ from unskew.engines.mapped_cohort import CohortSteps, MappedCohort
 from unskew.engines.recorded_cohort import RecordedCohort
 from unskew.engines.recording import Recorder, WatchedRound, signature
 from unskew.errors import UnskewError
-from unskew.models.grouped.context import GroupedModel, use_grouped
+from unskew.models.grouped.context import GroupedModel, MappedModel, use_grouped
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, SummedUpdate, Tensors, Update, replace_fields
 from unskew.protocol.rules import survey_times
@@ -87,7 +87,7 @@ class GroupTrainer:
     Args:
         setup: Configuration of the engine.
         single: Trainer of single clients, for rules that cannot be mapped.
-        form: Grouped form of the model, which trains clients as one network; None to map each operator.
+        form: Form of several clients; None to train one at a time with ``train``, or to map each operator with ``mapped``.
         views: Whether updates may be views of the group's tensors, if they are packed at once; otherwise, keeping one
             client's update would keep the memory of the whole group.
         record: Records work on a device; None executes everything from Python.
@@ -97,13 +97,15 @@ class GroupTrainer:
         self,
         setup: EngineConfig,
         single: LocalTrainer,
-        form: GroupedModel | None = None,
+        form: MappedModel | None = None,
         views: bool = False,
         record: Recorder | None = None,
     ):
         self.setup, self.single, self.views = setup, single, views
         self.form = None if any(rule.trains_alone for rule in setup.rules) else form
-        self.steps = CohortSteps(setup, single.inputs, self.form is not None, single.model.stream is not None)
+        self.steps = CohortSteps(
+            setup, single.inputs, isinstance(self.form, GroupedModel), single.model.stream is not None
+        )
         self.record = record
         self._recorded: dict[str, RecordedCohort] = {}
         # Encoded uploads are other tensors than those that are checked for all clients at once.
@@ -111,7 +113,7 @@ class GroupTrainer:
         self._warned = self._warned_unrecorded = False
 
     def train(self, broadcasts: Sequence[Broadcast]) -> list[Update]:
-        """Train clients of one kind, as one network if possible.
+        """Train clients of one kind, at once if possible.
 
         Some rules cannot be mapped, for example if they read values of tensors or differentiate twice. Their clients
         are trained one by one. This is tried again in every round, so that a resumed run takes the same path.

@@ -12,7 +12,7 @@ from torch import nn
 import unskew
 from unskew import functorch_api
 from unskew.models.execution import Batch, BoundModel, FunctionalModel
-from unskew.models.grouped.context import grouped_form_or_reason, grouped_unchecked, use_grouped
+from unskew.models.grouped.context import GroupedModel, MappedModel, group_form, grouped_form_or_reason, use_grouped
 from unskew.models.grouped.vmap_op import GroupingError
 from unskew.models.registry import MODELS, build_model
 from unskew.models.spec import ModelSpec
@@ -244,8 +244,8 @@ def test_every_model_but_the_pretrained_ones_has_a_twin():
         for name in own
     ]
     specs.append(ModelSpec(build_model("resnet20", (3, 16, 16), 2, norm="group", shortcut="none"), (3, 16, 16), 2))
-    assert all(grouped_unchecked(spec) is not None for spec in specs)
-    assert grouped_unchecked(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)) is None
+    assert all(isinstance(group_form(spec, check=False), GroupedModel) for spec in specs)
+    assert not isinstance(group_form(ModelSpec(SmallBatchNorm(), (2, 6, 6), 3, autocast=True)), GroupedModel)
 
 
 def test_a_pytorch_without_the_private_functions_trains_one_client_after_another(monkeypatch):
@@ -275,3 +275,4 @@ def test_what_is_unknown_is_named(make, shape, reason):
     form, why = grouped_form_or_reason(ModelSpec(make(), shape, CLASSES))
     assert form is None
     assert reason in why
+    assert type(group_form(ModelSpec(make(), shape, CLASSES))) is MappedModel  # each operator is mapped

@@ -67,7 +67,7 @@ class RayEngine:
         setup: Configuration of the engine.
         workers: Number of concurrent tasks; None for as many as the cluster has cores for.
         where: Address and resources of the cluster.
-        clients_per_group: Number of clients that a task trains as one network.
+        clients_per_group: Number of clients that a task trains at once.
 
     Raises:
         EngineError: If there is no such cluster, it has no room for a task or another version of unskew, or the run
@@ -298,7 +298,7 @@ def create_engine(
     Args:
         setup: Configuration of the engine.
         workers: Number of concurrent tasks; None for one per core of the cluster.
-        clients_per_group: Number of clients that a task trains as one network.
+        clients_per_group: Number of clients that a task trains at once.
         options: Fields of ``ClusterConfig``.
 
     Raises:

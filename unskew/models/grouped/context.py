@@ -1,7 +1,8 @@
-"""Grouped training of several clients on a CPU: within ``use_grouped(spec, form)``, mapped passes run as one network.
+"""Training of several clients at once on a CPU: within ``use_grouped(spec, form)``, mapped passes run as one network.
 
 The rules of methods remain functions that ``torch.func.vmap`` maps, with any additional loss terms and any number of passes.
-For them the model is a single operator (``unskew.models.grouped.vmap_op``).
+For them the network is a single operator (``unskew.models.grouped.vmap_op``). A model with layers that cannot be grouped is
+mapped operator by operator.
 """
 
 from __future__ import annotations
@@ -24,7 +25,49 @@ from unskew.models.spec import ModelOutput, ModelSpec
 T = TypeVar("T")
 
 
-class GroupedModel:
+class MappedModel:
+    """Model of several clients, each of whose operators ``torch.func.vmap`` maps over them."""
+
+    def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
+        """Return None, because the model itself runs the pass.
+
+        Args:
+            v: Parameters under the mapping over clients, ``[d]``.
+            b: Buffers, ``[m]``.
+            x: Inputs, ``[B, ...]``.
+            train: Whether the model is in training mode.
+        """
+        return None
+
+    def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
+        """Compute the gradient of the first output of ``value`` with respect to ``v``, and the second output.
+
+        Clients are independent, so the gradient of the sum of their losses contains the gradient of each client.
+
+        Args:
+            value: Function of the parameters that returns a loss and further results.
+            v: Parameters under the mapping over clients, ``[d]``.
+        """
+        unwrapped = functorch_api.unwrap_batched(v)
+        if unwrapped is None or not unwrapped[1]:
+            gradient, also = torch.func.grad(value, has_aux=True)(v)
+            return gradient, also
+        with functorch_api.outside_vmap():
+            leaf = unwrapped[0].detach().requires_grad_()
+        with torch.enable_grad():
+            loss, also = value(functorch_api.wrap_batched(leaf))
+        summed = functorch_api.unwrap_batched(loss)
+        if summed is None:
+            raise GroupingError("a loss of another mapping")
+        with functorch_api.outside_vmap():
+            slope = (
+                torch.autograd.grad(summed[0].sum(), leaf, allow_unused=True)[0] if summed[0].requires_grad else None
+            )
+            slope = torch.zeros_like(leaf) if slope is None else slope
+        return functorch_api.wrap_batched(slope), also
+
+
+class GroupedModel(MappedModel):
     """Model of several clients as one network.
 
     Args:
@@ -62,33 +105,6 @@ class GroupedModel:
         passes = MappedPass(self.spec, twin, torch.is_grad_enabled())
         logits, features, after = vmap_op.run_pass(passes, PassInputs(v, b, x, torch.stack(keys) if keys else None))
         return ModelOutput(logits, features), after
-
-    def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
-        """Compute the gradient of the first output of ``value`` with respect to ``v``, and the second output.
-
-        Clients are independent, so the gradient of the sum of their losses contains the gradient of each client.
-
-        Args:
-            value: Function of the parameters that returns a loss and further results.
-            v: Parameters under the mapping over clients, ``[d]``.
-        """
-        unwrapped = functorch_api.unwrap_batched(v)
-        if unwrapped is None or not unwrapped[1]:
-            gradient, also = torch.func.grad(value, has_aux=True)(v)
-            return gradient, also
-        with functorch_api.outside_vmap():
-            leaf = unwrapped[0].detach().requires_grad_()
-        with torch.enable_grad():
-            loss, also = value(functorch_api.wrap_batched(leaf))
-        summed = functorch_api.unwrap_batched(loss)
-        if summed is None:
-            raise GroupingError("a loss of another mapping")
-        with functorch_api.outside_vmap():
-            slope = (
-                torch.autograd.grad(summed[0].sum(), leaf, allow_unused=True)[0] if summed[0].requires_grad else None
-            )
-            slope = torch.zeros_like(leaf) if slope is None else slope
-        return functorch_api.wrap_batched(slope), also
 
     def check(self) -> None:
         """Validate the grouped network against the model on two small batches.
@@ -136,12 +152,26 @@ def _with_keys(spec: ModelSpec, keys: list[Tensor], v: Tensor, b: Tensor, x: Ten
             layer.stream = before
 
 
-def grouped_unchecked(spec: ModelSpec) -> GroupedModel | None:
-    """Return the grouped form of a model without ``check``, for timing, or None if it has none."""
+def trains_alone(spec: ModelSpec) -> bool:
+    """Return whether clients are trained one at a time: a pretrained model fills a device, and its own draws would differ."""
+    pretrained = any(type(part).__module__.startswith("transformers.") for part in spec.module.modules())
+    return pretrained or spec.draws_globally
+
+
+def group_form(spec: ModelSpec, check: bool = True) -> MappedModel | None:
+    """Return the form in which several clients are trained at once on a CPU; None if they are trained one at a time.
+
+    Args:
+        spec: Layout of the model.
+        check: Whether to validate a grouped network, which is not needed for timing.
+    """
     try:
-        return GroupedModel(spec)
+        form = GroupedModel(spec)
+        if check:
+            form.check()
+        return form
     except UnsupportedLayerError:
-        return None
+        return None if trains_alone(spec) or functorch_api.missing_functions() else MappedModel()
 
 
 def grouped_form_or_reason(spec: ModelSpec) -> tuple[GroupedModel | None, str]:
@@ -164,12 +194,12 @@ def grouped_form(spec: ModelSpec) -> GroupedModel | None:
 
 
 @contextmanager
-def use_grouped(spec: ModelSpec, form: GroupedModel | None) -> Iterator[None]:
-    """Context manager in which mapped passes of ``spec`` run as one grouped network; no effect if ``form`` is None.
+def use_grouped(spec: ModelSpec, form: MappedModel | None) -> Iterator[None]:
+    """Context manager in which passes of ``spec`` mapped over clients take a form; no effect if ``form`` is None.
 
     Args:
         spec: Layout of the model whose passes are grouped.
-        form: Grouped form of the model, or None.
+        form: Form of the passes, or None.
     """
     spec.grouped_model = form
     try:
