@@ -1,13 +1,13 @@
 """Layers in order of depth."""
 
 import json
+import sys
 
 import pytest
 import torch
 from support.running import call
 from torch import nn
 
-from unskew.cli.model_summary import grouping_note
 from unskew.errors import ConfigError
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.registry import MODELS, build_model
@@ -84,22 +84,27 @@ def test_a_split_beyond_the_model_is_refused():
         split_at_depth(groups, 4)
 
 
-def test_how_several_clients_are_trained_is_said():
-    class Drawing(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.head = nn.Linear(2, 2)
-
-        def forward(self, x):
-            return self.head(x + torch.rand_like(x))
-
-    layers = [nn.Linear(2, 2), nn.PReLU(), nn.Linear(2, 2)]
-    assert grouping_note(ModelSpec(nn.Sequential(*layers), (2,), 2)) == (
-        "Several clients are trained at once, but not as one network: PReLU."
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ("F.relu(x)", "Several clients are trained as one network."),
+        ("F.mish(x)", "Several clients are trained at once, but not as one network: mish."),
+        (
+            "F.dropout(x, training=self.training)",
+            "Clients are trained one after another: random numbers other than those of nn.Dropout.",
+        ),
+    ],
+)
+def test_how_several_clients_are_trained_is_said(tmp_path, monkeypatch, capsys, body, sentence):
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "net_of_test", raising=False)
+    (tmp_path / "net_of_test.py").write_text(
+        "import torch.nn.functional as F\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.head = nn.Linear(2, 2)\n\n"
+        f"    def forward(self, x):\n        return self.head({body})\n"
     )
-    assert grouping_note(ModelSpec(Drawing(), (2,), 2)) == (
-        "Clients are trained one after another: random numbers other than those of nn.Dropout."
-    )
+    said = call(capsys, "models", "net_of_test:Net", "--shape", "2", "--classes", "2").out
+    assert sentence in " ".join(said.split())
 
 
 def test_the_command_shows_layers_sizes_and_the_split(capsys):

@@ -14,6 +14,7 @@ from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.names import HUB, split_models
 from unskew.models.registry import MODELS, resolve_model
 from unskew.models.spec import ModelSpec
+from unskew.models.user_modules import random_draws
 
 LARGEST = 1 << 24
 """Maximum side length of an input and number of classes, to avoid running out of memory."""
@@ -64,7 +65,9 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
     task = "language" if per_token else "classification"
     module = resolve_model(config.model, sides, count, options, task)
     ids = torch.int64 if texts else None
-    return ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=per_token)
+    spec = ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=per_token)
+    spec.draws_globally, spec.unseeded_layer = random_draws(module, torch.zeros(2, *sides, dtype=spec.input_dtype))
+    return spec
 
 
 def layer_rows(spec: ModelSpec, split: int | None) -> list[dict[str, Any]]:
