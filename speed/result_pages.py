@@ -1,16 +1,22 @@
 """Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m speed.result_pages``.
 
 Run it in the repository; it reads the stored outcomes. In a page, a table is marked by ``<!-- table: PRESET SCALE -->``
-... ``<!-- end -->``, and the text between the marks is replaced. The text around them is written by hand.
+... ``<!-- end -->``, and the text between the marks is replaced. The text around them is written by hand. Gains of methods
+over the federations of a benchmark are marked by ``<!-- gains: SUITE VIEW METHOD ... -->``.
 """
 
 from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
+from unskew.benchmark.results import View, read_results
+from unskew.benchmark.runner import SuiteRuns
+from unskew.benchmark.suite import load_suite
 from unskew.filesystem import write_atomic
 from unskew.reproduction.outcomes import EARLIER, StoredOutcome, experiment_hash, identity_hash, stored_outcomes
 from unskew.reproduction.preset import load_preset, preset_names
@@ -21,6 +27,8 @@ from unskew.reproduction.tables import footnotes, markdown, table_entries, table
 
 BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
+GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
+MINUS = "\u2212"
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -48,7 +56,31 @@ class Pages:
     def filled(self, page: str) -> str:
         """Return the page with all tables regenerated."""
         page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
-        return GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
+        page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
+        return GAINS.sub(
+            lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), block[4].split())}{block[5]}", page
+        )
+
+    def gains(self, suite: str, view: View, methods: Sequence[str]) -> str:
+        """Return the table of the differences of methods to the baseline over the federations of a suite.
+
+        Args:
+            suite: Name of the suite.
+            view: Global model or clients.
+            methods: Methods to list, on the federations on which the first one has been run.
+        """
+        results = read_results(SuiteRuns(*load_suite(suite), self.results / "benchmark"))
+        own = [each.differences(view) for each in results if methods[0] in each.outcomes]
+        body = []
+        for name in methods:
+            found = [differences[name] for differences in own if name in differences]
+            means = [difference.mean for difference in found]
+            verdicts = [difference.verdict for difference in found]
+            middle = [signed(statistics.median(means)), signed(statistics.fmean(means))] if means else ["", ""]
+            counts = [len(found), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
+            body.append([f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])])
+        header = ["method", "federations", "above FedAvg", "median", "mean", "decided gains", "decided losses"]
+        return f"\n{markdown(header, body)}\n\n"
 
     def tables(self, name: str, scale: str) -> str:
         """Return the tables of a preset.
@@ -155,6 +187,12 @@ class Pages:
 
     def _link(self, text: str, stored: StoredOutcome) -> str:
         return f"[{text}](runs/{stored.path.relative_to(self.runs).as_posix()}#L{stored.line})"
+
+
+def signed(value: float) -> str:
+    """Return a difference in points with its sign and one digit."""
+    text = f"{abs(value):.1f}"
+    return text if float(text) == 0 else f"{'+' if value > 0 else MINUS}{text}"
 
 
 def _run_title(stored: StoredOutcome) -> str:
