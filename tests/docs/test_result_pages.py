@@ -1,13 +1,17 @@
 """The pages of results and their index say what the kept outcomes say."""
 
+import json
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from speed.result_pages import Pages, main
+from speed.result_pages import MINUS, Pages, main
+from unskew.benchmark.suite import load_suite
 from unskew.reproduction.outcomes import stored_outcomes
+from unskew.tasks.primary_metric import metric_info
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,6 +32,38 @@ def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
     for page in (ROOT / "docs" / "results").glob("*.md"):
         for name, scale in re.findall(r"<!-- table: (\S+) (\w+) -->\n\n", page.read_text(encoding="utf-8")):
             assert f"`{name}`, scale `{scale}`, shown in [{page.stem}]" in index
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "personal"),
+    [("fedlesam-d", "fedacg", False), ("fedamp", "feddbe", True), ("apfl", "feddbe", True)],
+)
+def test_gains_over_federations_are_those_of_the_outcomes(method, first, personal):
+    """Accuracy, R² or errors in points, as differences to FedAvg's mean over the seeds of a federation."""
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    suite = load_suite("skew")[0]
+    means = []
+    for path in (ROOT / "results" / "benchmark").glob("*.jsonl"):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        own = {line["run"]["method"]: line for line in lines if line["run"]["trials"] >= 10 and "summaries" in line}
+        if path.stem not in suite.federations or not {"fedavg", method, first} <= own.keys():
+            continue
+        values = []
+        for name in (method, "fedavg"):
+            outcome = own[name]
+            metric = outcome["objective"]
+            if personal:
+                whose = "personal" if outcome["personal"] else "client"
+                metric = f"{whose}_{outcome['client_metric']}_mean"
+            values.append([summary.get(metric) for summary in outcome["summaries"]])
+        if None not in [*values[0], *values[1]]:
+            info = metric_info(own["fedavg"]["objective"])
+            scale = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1)
+            means.append(scale * (np.mean(values[0]) - np.mean(values[1])))
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{method}` |")).split(" | ")
+    assert [int(row[1]), int(row[2])] == [len(means), sum(mean > 0 for mean in means)]
+    shown = [float(cell.replace(MINUS, "-")) for cell in row[3:5]]
+    assert shown == pytest.approx([np.median(means), np.mean(means)], abs=0.0500001)
 
 
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
