@@ -1,8 +1,12 @@
 """Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m speed.result_pages``.
 
-Run it in the repository; it reads the stored outcomes. In a page, a table is marked by ``<!-- table: PRESET SCALE -->``
-... ``<!-- end -->``, and the text between the marks is replaced. The text around them is written by hand. Gains of methods
-over the federations of a benchmark are marked by ``<!-- gains: SUITE VIEW METHOD ... -->``.
+Run it in the repository; it reads the stored outcomes. The text between two marks of a page is replaced, and the text around
+them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``::
+
+    <!-- table: PRESET SCALE -->                tables of a preset
+    <!-- gains: SUITE VIEW METHOD METHOD -->    gains of methods over the federations of a benchmark
+    <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
+    <!-- generation -->                         costs of generation
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
-from unskew.benchmark.results import View, read_results
+from unskew.benchmark.results import FederationResults, View, read_results
 from unskew.benchmark.runner import SuiteRuns
 from unskew.benchmark.suite import load_suite
 from unskew.filesystem import write_atomic
@@ -28,6 +32,7 @@ from unskew.reproduction.tables import footnotes, markdown, table_entries, table
 BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
 GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
+DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
 MINUS = "\u2212"
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
@@ -42,6 +47,7 @@ class Pages:
 
     def __init__(self, root: Path):
         self.results, self.runs = root / "results", root / "results" / "runs"
+        self._suites: dict[str, list[FederationResults]] = {}
         self.paths = sorted((root / "docs" / "results").glob("*.md"))
         stored = stored_outcomes(self.runs)
         self.outcomes = {key: outcome for key, outcome in stored.items() if not key.startswith(EARLIER)}
@@ -57,6 +63,7 @@ class Pages:
         """Return the page with all tables regenerated."""
         page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
         page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
+        page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
         return GAINS.sub(
             lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), block[4].split())}{block[5]}", page
         )
@@ -69,8 +76,7 @@ class Pages:
             view: Global model or clients.
             methods: Methods to list, on the federations on which the first one has been run.
         """
-        results = read_results(SuiteRuns(*load_suite(suite), self.results / "benchmark"))
-        own = [each.differences(view) for each in results if methods[0] in each.outcomes]
+        own = [each.differences(view) for each in self.results_of(suite) if methods[0] in each.outcomes]
         body = []
         for name in methods:
             found = [differences[name] for differences in own if name in differences]
@@ -81,6 +87,28 @@ class Pages:
             body.append([f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])])
         header = ["method", "federations", "above FedAvg", "median", "mean", "decided gains", "decided losses"]
         return f"\n{markdown(header, body)}\n\n"
+
+    def decided(self, suite: str, kind: str) -> str:
+        """Return a sentence on how many differences of the global models to the baseline are decided.
+
+        Args:
+            suite: Name of the suite.
+            kind: Kind of federations, ``natural`` or ``controlled``.
+        """
+        results = [each for each in self.results_of(suite) if each.federation.kind == kind]
+        verdicts = [difference.verdict for each in results for difference in each.differences("global").values()]
+        gains, losses = map(verdicts.count, ("better", "worse"))
+        return f"{len(verdicts)} differences, of which {gains} are decided gains and {losses} decided losses"
+
+    def results_of(self, suite: str) -> list[FederationResults]:
+        """Return the results of a suite's federations.
+
+        Args:
+            suite: Name of the suite.
+        """
+        if suite not in self._suites:
+            self._suites[suite] = read_results(SuiteRuns(*load_suite(suite), self.results / "benchmark"))
+        return self._suites[suite]
 
     def tables(self, name: str, scale: str) -> str:
         """Return the tables of a preset.
