@@ -321,11 +321,12 @@ class Trial:
         if alternatives and any(key not in self.measurement.steps for key in keys.values()):
             self._time(workers, groups)
         known = self.measurement.steps
-        estimated = self.form is None or isinstance(self.form, GroupedModel)  # mapped operators must be timed
+        # Groups with mapped operators are not estimated: they are left out until they are timed, or if they cannot be mapped.
+        unknown = 0.0 if isinstance(self.form, GroupedModel) else UNMAPPABLE
         # Estimates are on the scale of this machine if one of the times is known.
         scale = next((known[key] / self._estimate(workers, k) for k, key in keys.items() if key in known), 1.0)
         for k, key in keys.items():
-            if k != groups[0] and known.get(key, 0.0 if estimated else UNMAPPABLE) >= UNMAPPABLE:
+            if k != groups[0] and known.get(key, unknown) >= UNMAPPABLE:
                 continue
             step = known.get(key, scale * self._estimate(workers, k))
             if k > 1:  # a batch of another size is trained one client at a time

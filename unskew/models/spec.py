@@ -26,10 +26,10 @@ T = TypeVar("T")
 
 
 class GroupedForm(Protocol):
-    """Grouped form of a model, which runs several clients as one network (``unskew.models.grouped``)."""
+    """Form in which a model runs several clients at once (``unskew.models.grouped``)."""
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Run a mapped pass; None if the grouped network cannot run it.
+        """Run a mapped pass; None if the model itself must run it.
 
         Args:
             v: Parameters under the mapping over clients, ``[d]``.

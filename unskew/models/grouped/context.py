@@ -153,7 +153,10 @@ def _with_keys(spec: ModelSpec, keys: list[Tensor], v: Tensor, b: Tensor, x: Ten
 
 
 def trains_alone(spec: ModelSpec) -> bool:
-    """Return whether clients are trained one at a time: a pretrained model fills a device, and its own draws would differ."""
+    """Return whether clients are trained one at a time.
+
+    One client of a pretrained model fills a device, and random numbers that a model draws itself would differ in a mapping.
+    """
     pretrained = any(type(part).__module__.startswith("transformers.") for part in spec.module.modules())
     return pretrained or spec.draws_globally
 
@@ -165,24 +168,26 @@ def group_form(spec: ModelSpec, check: bool = True) -> MappedModel | None:
         spec: Layout of the model.
         check: Whether to validate a grouped network, which is not needed for timing.
     """
-    try:
-        form = GroupedModel(spec)
-        if check:
-            form.check()
+    form, _ = grouped_form_or_reason(spec, check)
+    if form is not None:
         return form
-    except UnsupportedLayerError:
-        return None if trains_alone(spec) or functorch_api.missing_functions() else MappedModel()
+    return None if trains_alone(spec) or functorch_api.missing_functions() else MappedModel()
 
 
-def grouped_form_or_reason(spec: ModelSpec) -> tuple[GroupedModel | None, str]:
+def grouped_form_or_reason(spec: ModelSpec, check: bool = True) -> tuple[GroupedModel | None, str]:
     """Return the grouped form of a model, or None and the part of the model that does not support it.
+
+    Args:
+        spec: Layout of the model.
+        check: Whether to validate the grouped network.
 
     >>> grouped_form_or_reason(ModelSpec(nn.Sequential(nn.Linear(3, 4), nn.PReLU(), nn.Linear(4, 2)), (3,), 2))
     (None, 'PReLU')
     """
     try:
         form = GroupedModel(spec)
-        form.check()
+        if check:
+            form.check()
     except UnsupportedLayerError as unknown:
         return None, str(unknown)
     return form, ""
