@@ -23,7 +23,7 @@ settings.load_profile("suite")  # `make fuzz` asks for the other: ten times as m
 
 
 class Uncollected:
-    """No garbage collection in doctests: they walk through ``linecache``, where SQLAlchemy removes lines of collected classes."""
+    """No collection in doctests: they walk through ``linecache``, where SQLAlchemy removes lines of collected classes."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item):
