@@ -4,7 +4,8 @@ Run it in the repository; it reads the stored outcomes. The text between two mar
 them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``::
 
     <!-- table: PRESET SCALE -->                tables of a preset
-    <!-- gains: SUITE VIEW METHOD METHOD -->    gains of methods over the federations of a benchmark
+    <!-- gains: SUITE VIEW METHOD METHOD -->    gains of methods over the federations of a benchmark; with OTHER: in front of
+                                                the methods, also the number of federations on which each is above OTHER
     <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
     <!-- generation -->                         costs of generation
 """
@@ -33,7 +34,6 @@ BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
 GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
 DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
-MINUS = "\u2212"
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -65,16 +65,17 @@ class Pages:
         page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
         page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
         return GAINS.sub(
-            lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), block[4].split())}{block[5]}", page
+            lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), *_split(block[4]))}{block[5]}", page
         )
 
-    def gains(self, suite: str, view: View, methods: Sequence[str]) -> str:
+    def gains(self, suite: str, view: View, methods: Sequence[str], other: str = "") -> str:
         """Return the table of the differences of methods to the baseline over the federations of a suite.
 
         Args:
             suite: Name of the suite.
             view: Global model or clients.
             methods: Methods to list, on the federations on which the first one has been run.
+            other: Method with which each is compared, too.
         """
         own = [each.differences(view) for each in self.results_of(suite) if methods[0] in each.outcomes]
         body = []
@@ -82,10 +83,16 @@ class Pages:
             found = [differences[name] for differences in own if name in differences]
             means = [difference.mean for difference in found]
             verdicts = [difference.verdict for difference in found]
-            middle = [signed(statistics.median(means)), signed(statistics.fmean(means))] if means else ["", ""]
+            middle = [f"{of(means):+.1f}" if means else "" for of in (statistics.median, statistics.fmean)]
             counts = [len(found), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
-            body.append([f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])])
+            row = [f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])]
+            if other:
+                both = [each for each in own if {name, other} <= each.keys()]
+                above = sum(each[name].mean > each[other].mean for each in both)
+                row.append("" if name == other else f"{above} of {len(both)}")
+            body.append(row)
         header = ["method", "federations", "above FedAvg", "median", "mean", "decided gains", "decided losses"]
+        header += [f"above `{other}`"] if other else []
         return f"\n{markdown(header, body)}\n\n"
 
     def decided(self, suite: str, kind: str) -> str:
@@ -217,10 +224,10 @@ class Pages:
         return f"[{text}](runs/{stored.path.relative_to(self.runs).as_posix()}#L{stored.line})"
 
 
-def signed(value: float) -> str:
-    """Return a difference in points with its sign and one digit."""
-    text = f"{abs(value):.1f}"
-    return text if float(text) == 0 else f"{'+' if value > 0 else MINUS}{text}"
+def _split(listed: str) -> tuple[list[str], str]:
+    """Return the methods of a mark, and the one with which they are compared, too."""
+    other, colon, methods = listed.rpartition(": ")
+    return methods.split(), other if colon else ""
 
 
 def _run_title(stored: StoredOutcome) -> str:

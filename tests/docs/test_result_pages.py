@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from speed.result_pages import MINUS, Pages, main
+from speed.result_pages import Pages, main
 from unskew.benchmark.suite import load_suite
 from unskew.reproduction.outcomes import stored_outcomes
 from unskew.tasks.primary_metric import metric_info
@@ -42,28 +42,32 @@ def test_gains_over_federations_are_those_of_the_outcomes(method, first, persona
     """Accuracy, R² or errors in points, as differences to FedAvg's mean over the seeds of a federation."""
     page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
     suite = load_suite("skew")[0]
-    means = []
+    gains, above = [], []
     for path in (ROOT / "results" / "benchmark").glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
         own = {line["run"]["method"]: line for line in lines if line["run"]["trials"] >= 10 and "summaries" in line}
         if path.stem not in suite.federations or not {"fedavg", method, first} <= own.keys():
             continue
-        values = []
-        for name in (method, "fedavg"):
+        means = {}
+        for name in {method, "fedavg", "ft"} & own.keys():
             outcome = own[name]
             metric = outcome["objective"]
             if personal:
                 whose = "personal" if outcome["personal"] else "client"
                 metric = f"{whose}_{outcome['client_metric']}_mean"
-            values.append([summary.get(metric) for summary in outcome["summaries"]])
-        if None not in [*values[0], *values[1]]:
-            info = metric_info(own["fedavg"]["objective"])
-            scale = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1)
-            means.append(scale * (np.mean(values[0]) - np.mean(values[1])))
-    row = next(line for line in page.splitlines() if line.startswith(f"| `{method}` |")).split(" | ")
-    assert [int(row[1]), int(row[2])] == [len(means), sum(mean > 0 for mean in means)]
-    shown = [float(cell.replace(MINUS, "-")) for cell in row[3:5]]
-    assert shown == pytest.approx([np.median(means), np.mean(means)], abs=0.0500001)
+            values = [summary.get(metric) for summary in outcome["summaries"]]
+            if None not in values:
+                info = metric_info(outcome["objective"])
+                means[name] = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1) * np.mean(values)
+        if {"fedavg", method} <= means.keys():
+            gains.append(means[method] - means["fedavg"])
+            above += [means[method] > means["ft"]] if "ft" in means else []
+    row = next(line for line in page.splitlines() if line.startswith(f"| `{method}` |")).strip("| ").split(" | ")
+    assert [int(row[1]), int(row[2])] == [len(gains), sum(gain > 0 for gain in gains)]
+    shown = [float(cell) for cell in row[3:5]]
+    assert shown == pytest.approx([np.median(gains), np.mean(gains)], abs=0.0500001)
+    if personal:
+        assert row[7] == f"{sum(above)} of {len(above)}"
 
 
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):

@@ -148,7 +148,7 @@ def test_a_trial_in_processes_measures_every_number_of_clients(monkeypatch):
     found = {}
 
     def look(setup):
-        found.update(timing.time_in_processes(setup, auto_select.group_form(setup.spec), [1, 2], 1, 2))
+        found.update(timing.time_in_processes(setup, setup.group_form(), [1, 2], 1, 2))
 
     setup_of(monkeypatch, look)
     train(rounds=1)
@@ -343,6 +343,27 @@ def test_operators_are_mapped_if_a_trial_has_shown_that_this_is_faster(counted, 
     calibration.calibration_file().unlink()
     short = unskew.run(blobs(SIZES), model=model, **{**GIVEN, **OPTIONS}).summary
     assert short["clients_per_group"] == 1  # an estimate does not suffice
+
+
+def test_a_given_group_that_cannot_be_mapped_takes_as_long_as_its_clients_one_after_another(
+    counted, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(auto_select, "num_cores", lambda: 4)
+    sizes = sizes_timed(monkeypatch)
+    choices = []
+    choose = auto_select.choose_engine
+    monkeypatch.setattr(
+        "unskew.runs.simulated_clients.choose_engine",
+        lambda *args: choices.append(choose(*args)) or EngineChoice("inline", 1),
+    )
+    for clients_per_group in (1, 3):
+        options = {**GIVEN, "engine": "auto", "clients_per_group": clients_per_group}
+        unskew.run(blobs([9] * 12), model=Unknown(reads=True), **options)
+    single, group = choices
+    assert (single.clients_per_group, group.clients_per_group) == (1, 3)
+    assert sizes[-1] == [1]
+    rounds = [max(choice.trial.values(), default=0) for choice in choices]
+    assert rounds[1] < 2 * rounds[0]
 
 
 def test_a_damaged_calibration_file_is_replaced(counted):

@@ -22,7 +22,7 @@ from unskew.engines.cpu import num_cores, num_threads
 from unskew.engines.names import BUILT_IN, parse_engine
 from unskew.errors import CheckpointError, ConfigError
 from unskew.json_models import STRICT, read_model, write_model
-from unskew.models.grouped.context import GroupedModel, MappedModel, group_form
+from unskew.models.grouped.context import GroupedModel, MappedModel
 from unskew.models.user_modules import describe_error
 
 LOG = logging.getLogger("unskew")
@@ -237,7 +237,7 @@ def _measure(request: EngineRequest, plain: EngineChoice, setup: EngineConfig, b
     key = calibration.calibration_key(setup, round(budget.steps), plain.workers, inputs)
     groups, form = _group_sizes(request, plain, setup, budget), None
     if groups != [1]:
-        form = None if any(rule.trains_alone for rule in setup.rules) else group_form(setup.spec, check=False)
+        form = setup.group_form(check=False)
         if form is None and plain.clients_per_group > 1:
             return plain
         groups = groups if form is not None else [1]
@@ -320,18 +320,21 @@ class Trial:
         alternatives = len(groups) > 1 or bool(self.predicted) or self._compares_half
         if alternatives and any(key not in self.measurement.steps for key in keys.values()):
             self._time(workers, groups)
-        known = self.measurement.steps
-        # Groups with mapped operators are not estimated: they are left out until they are timed, or if they cannot be mapped.
-        unknown = 0.0 if isinstance(self.form, GroupedModel) else UNMAPPABLE
+        known = {key: seconds for key, seconds in self.measurement.steps.items() if seconds < UNMAPPABLE}
         # Estimates are on the scale of this machine if one of the times is known.
         scale = next((known[key] / self._estimate(workers, k) for k, key in keys.items() if key in known), 1.0)
+        alone = known.get(f"{workers}x1", scale * self._estimate(workers, 1))
         for k, key in keys.items():
-            if k != groups[0] and known.get(key, unknown) >= UNMAPPABLE:
-                continue
-            step = known.get(key, scale * self._estimate(workers, k))
-            if k > 1:  # a batch of another size is trained one client at a time
-                alone = known.get(f"{workers}x1", scale * self._estimate(workers, 1))
+            if k == 1:
+                step = alone
+            elif key in known or isinstance(self.form, GroupedModel):
+                step = known.get(key, scale * self._estimate(workers, k))
+                # A batch of another size is trained one client at a time.
                 step = self.budget.full_share * step + (1 - self.budget.full_share) * k * alone
+            elif k == groups[0]:  # given by the user, and it cannot be mapped or was not timed
+                step = k * alone
+            else:  # groups with mapped operators are not estimated
+                continue
             candidate = EngineCandidate("processes" if workers else "inline", workers or 1, k)
             self.predicted[candidate] = self._round(workers, k, step)
             if key in known:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.federation import Federation
 from unskew.engines.batches import BatchPlan
+from unskew.models.grouped.context import MappedModel, group_form, trains_alone
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.round_plan import RoundPlan
@@ -82,6 +83,19 @@ class EngineConfig:
     def origin(self, broadcast: Broadcast) -> tuple[EngineConfig, Broadcast]:
         """Return the configuration of a client's run, and the broadcast with the client's number in that run."""
         return self, broadcast
+
+    @property
+    def trains_alone(self) -> bool:
+        """Whether clients are trained one at a time: because of a rule, the model, or models of different architectures."""
+        return bool(self.spec.others) or trains_alone(self.spec) or any(rule.trains_alone for rule in self.rules)
+
+    def group_form(self, check: bool = True) -> MappedModel | None:
+        """Return the form in which several clients are trained at once on a CPU; None if they are trained one at a time.
+
+        Args:
+            check: Whether to validate a grouped network, which is not needed for timing.
+        """
+        return None if self.trains_alone else group_form(self.spec, check)
 
     @property
     def validation(self) -> float:

@@ -9,7 +9,6 @@ import torch
 from unskew.engines.base import EngineConfig
 from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
-from unskew.models.grouped.context import group_form
 from unskew.protocol.messages import Broadcast, Update
 
 
@@ -33,7 +32,7 @@ class InlineEngine:
             torch.set_num_threads(threads)
         self.setup, self.clients_per_group = setup, clients_per_group
         self.trainer = LocalTrainer(setup)
-        self.group = GroupTrainer(setup, self.trainer, group_form(setup.spec)) if clients_per_group > 1 else None
+        self.group = GroupTrainer(setup, self.trainer, setup.group_form()) if clients_per_group > 1 else None
 
     def train(self, broadcasts: Sequence[Broadcast]) -> Iterator[Update]:
         """Train a cohort and yield its updates in order."""

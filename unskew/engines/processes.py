@@ -41,7 +41,7 @@ from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.shared_memory import SharedMemory
 from unskew.engines.vmap_trainer import GroupTrainer, schedule_groups, steps_per_client
 from unskew.errors import EngineError, UnskewError
-from unskew.models.grouped.context import MappedModel, group_form
+from unskew.models.grouped.context import MappedModel
 from unskew.protocol.messages import Broadcast, Update
 
 AHEAD = 2
@@ -194,7 +194,7 @@ class ProcessesEngine:
         self.threads_before = torch.get_num_threads()
         torch.set_num_threads(1)
         self.setup, self.clients_per_group = setup, clients_per_group
-        form = group_form(setup.spec) if clients_per_group > 1 else None
+        form = setup.group_form() if clients_per_group > 1 else None
         self.inbox = SharedMemory()
         large = clients_per_group > 1 or setup.spec.largest_size * setup.spec.dtype.itemsize > LARGE_BYTES
         self.ahead = 1 if large else AHEAD

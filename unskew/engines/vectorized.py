@@ -18,7 +18,7 @@ from unskew.engines.recording import CudaGraphs, Recorder
 from unskew.engines.vmap_trainer import GroupTrainer, client_kind
 from unskew.errors import UnskewError
 from unskew.json_models import JsonModel, read_model, write_model
-from unskew.models.grouped.context import grouped_form, trains_alone
+from unskew.models.grouped.context import grouped_form
 from unskew.models.user_modules import describe_error
 from unskew.protocol.messages import Broadcast, Update
 
@@ -88,7 +88,7 @@ class VectorizedEngine:
         if convolution != "auto" or record is None or not convolves:
             self._use_form(convolution == "channels_last")
         self.width = WIDTH if self.memory is None else None
-        if trains_alone(setup.spec) or any(rule.trains_alone for rule in setup.rules):
+        if setup.trains_alone:
             self.width = 1
         self._file: Path | None = None
 

@@ -101,8 +101,7 @@ class GroupTrainer:
         views: bool = False,
         record: Recorder | None = None,
     ):
-        self.setup, self.single, self.views = setup, single, views
-        self.form = None if any(rule.trains_alone for rule in setup.rules) else form
+        self.setup, self.single, self.form, self.views = setup, single, form, views
         self.steps = CohortSteps(
             setup, single.inputs, isinstance(self.form, GroupedModel), single.model.stream is not None
         )

@@ -30,7 +30,6 @@ from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import DataError, EngineError, UnskewError
 from unskew.filesystem import private_folder
 from unskew.folder_locks import file_lock
-from unskew.models.grouped.context import group_form
 from unskew.protocol.client_state_files import load_client_state, store_client_state
 from unskew.protocol.messages import Broadcast
 from unskew.version import __version__
@@ -155,7 +154,7 @@ def _begin(run: str, setup: EngineConfig, at_once: int) -> None:
     if not on_cpu:
         setup = replace(setup, federation=setup.federation.to(setup.device))
     setup = replace(setup, spec=setup.spec.to(setup.device))
-    form = group_form(setup.spec) if at_once > 1 and on_cpu else None
+    form = setup.group_form() if at_once > 1 and on_cpu else None
     _trainers[run] = GroupTrainer(setup, LocalTrainer(setup), form)
 
 

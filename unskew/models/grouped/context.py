@@ -29,14 +29,7 @@ class MappedModel:
     """Model of several clients, each of whose operators ``torch.func.vmap`` maps over them."""
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Return None, because the model itself runs the pass.
-
-        Args:
-            v: Parameters under the mapping over clients, ``[d]``.
-            b: Buffers, ``[m]``.
-            x: Inputs, ``[B, ...]``.
-            train: Whether the model is in training mode.
-        """
+        """Return None, because the model itself runs the pass. The arguments are those of ``GroupedForm.forward``."""
         return None
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
@@ -168,10 +161,10 @@ def group_form(spec: ModelSpec, check: bool = True) -> MappedModel | None:
         spec: Layout of the model.
         check: Whether to validate a grouped network, which is not needed for timing.
     """
+    if trains_alone(spec):
+        return None
     form, _ = grouped_form_or_reason(spec, check)
-    if form is not None:
-        return form
-    return None if trains_alone(spec) or functorch_api.missing_functions() else MappedModel()
+    return form or (None if functorch_api.missing_functions() else MappedModel())
 
 
 def grouped_form_or_reason(spec: ModelSpec, check: bool = True) -> tuple[GroupedModel | None, str]:
