@@ -89,12 +89,12 @@ class Evaluator:
         xs: Iterable[Tensor],
         ys: Iterable[Tensor],
         single: bool = False,
-        logits_list: list[Tensor] | None = None,
+        kept_parts: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Evaluate samples in chunks: correctness, number of predictions and loss per sample, and the summed tallies.
 
-        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. Logits are
-        appended to ``logits_list``, if it is a list.
+        Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. What the
+        task keeps of each batch, usually the logits, is appended to ``kept_parts``, if it is a list.
         """
         right = []
         scores = []
@@ -105,15 +105,16 @@ class Evaluator:
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
                 target = y.to(self.model.device)
                 logits = predict(self.normalize(x)).logits
-                if logits_list is not None:
-                    logits_list.append(logits)
                 right.append(self.task.correct(logits, target))
+                kept = self.task.kept(logits, right[-1])
+                if kept_parts is not None:
+                    kept_parts.append(kept)
                 scores.append(self.task.predictions(target))
                 if single:
                     losses.append(self.task.losses(logits, target).to(torch.float64) * scores[-1])
                 else:
                     losses.append((self.task.loss(logits, target).to(torch.float64) * scores[-1].sum())[None])
-                tallies.append(self._tally(right[-1] if self.task.tokens else logits, target))
+                tallies.append(self.task.tally(kept, target))
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -156,12 +157,12 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        logits_list: list[Tensor] | None = [] if self.metrics or self.task.ranked else None
-        right, scores, losses, tally = self._samples(v, b, *self._test, logits_list=logits_list)
+        kept: list[Tensor] | None = [] if self.metrics or self.task.ranked else None
+        right, scores, losses, tally = self._samples(v, b, *self._test, kept_parts=kept)
         loss = float(losses.sum() / scores.sum())
         metrics = self.task.measure(tally, loss)
-        if logits_list is not None:
-            metrics |= self._of_all(logits_list, self.test[1], "the test set")
+        if kept is not None:
+            metrics |= self._of_all(kept, self.test[1], "the test set")
         return Score(metrics.pop(self.task.scored, mean_accuracy(right, scores)), loss, metrics)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -171,9 +172,9 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        logits_list: list[Tensor] = []
-        self._samples(v, b, *self._test, logits_list=logits_list)
-        return truth_and_scores(self.task, logits_list, self.test[1])
+        logits: list[Tensor] = []
+        self._samples(v, b, *self._test, kept_parts=logits)
+        return truth_and_scores(self.task, logits, self.test[1])
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
@@ -186,23 +187,14 @@ class Evaluator:
         arrays = truth_and_scores(self.task, logits, y.to(self.model.device))
         return self.task.measure_all(*arrays).get(self.task.scored, np.nan)
 
-    def _tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the tally of some samples from their logits, or if targets are tokens, from their shares of correct ones."""
-        return self.task.tally_of_correct(logits, y) if self.task.tokens else self.task.tally(logits, y)
-
-    def _others(self, logits: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
-        """Compute all metrics of one client except the primary metric and the loss.
-
-        Instead of logits, language models have the share of correct predictions per sample.
-        """
-        y = y.to(logits.device)
-        metrics = self.task.measure(self._tally(logits, y), loss)
+    def _others(self, kept: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
+        """Compute all metrics of one client except the primary metric and the loss."""
+        y = y.to(kept.device)
+        metrics = self.task.measure(self.task.tally(kept, y), loss)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        metrics |= self._of_all([logits], y, where, defined=False) if self.metrics or self.task.ranked else {}
+        metrics |= self._of_all([kept], y, where, defined=False) if self.metrics or self.task.ranked else {}
         metrics.pop(self.task.scored, None)
-        if self.task.tokens:
-            return metrics
-        return metrics | self._intervals(self.task, self.metrics, logits, y)
+        return metrics | self._intervals(self.task, self.metrics, kept, y)
 
     def _intervals(self, task: Task, metric_set: MetricSet, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Compute the intervals of a client's primary metric and objective; NaN if undefined.
@@ -210,6 +202,8 @@ class Evaluator:
         The R² of a client is a mean over its samples, because it divides by the variance of all clients; its interval is
         Student's t. For many clients, metrics that need a bootstrap have no interval.
         """
+        if not metric_set.with_intervals:
+            return {}
         arrays, few = truth_and_scores(task, [logits], y), len(self.federation.clients) <= MOST_BOOTSTRAPS
         intervals: dict[str, float] = {}
         for name in metric_set.with_intervals:
@@ -265,29 +259,26 @@ class Evaluator:
         if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
-        # Several predictions per sample are too many to store: a language model has as many logits per token as tokens.
-        stored = (each or pooled or self.task.ranked) and not self.task.tokens
-        logits_list: list[Tensor] | None = [] if stored else None
+        parts_kept: list[Tensor] | None = [] if each or pooled or self.task.ranked else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
-        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, logits_list=logits_list)
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, kept_parts=parts_kept)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
-        if self.task.ranked and logits_list is not None:
-            own = zip(torch.split(torch.cat(logits_list), sizes), targets, strict=True)
-            accuracies = np.array([self._primary([part], y) for part, y in own])
+        kept = () if parts_kept is None else torch.split(torch.cat(parts_kept), sizes)
+        if self.task.ranked:
+            accuracies = np.array([self._primary([part], y) for part, y in zip(kept, targets, strict=True)])
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
-            logits = torch.split(right if logits_list is None else torch.cat(logits_list), sizes)
-            trios = zip(evaluated, logits, losses.tolist(), strict=True)
-            others = metrics_by_name([self._others(own_logits, c.y_test, loss, c.id) for c, own_logits, loss in trios])
+            trios = zip(evaluated, kept, losses.tolist(), strict=True)
+            others = metrics_by_name([self._others(part, c.y_test, loss, c.id) for c, part, loss in trios])
         if pooled:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
-            if logits_list is not None and (self.metrics or self.task.ranked):
+            if self.metrics or self.task.ranked:
                 y = torch.cat(targets).to(self.model.device)
-                pooled_metrics |= self._of_all(logits_list, y, "the held-out samples of the clients")
+                pooled_metrics |= self._of_all(kept, y, "the held-out samples of the clients")
             if not self.task.ranked:  # otherwise the primary metric of all samples is not a mean over clients
                 pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
@@ -305,20 +296,18 @@ class Evaluator:
         if own is not self:
             return own.evaluate_client(v, b, client, each)
         if len(client.y_test):
-            stored = (each or self.task.ranked) and not self.task.tokens
-            logits_list: list[Tensor] | None = [] if stored else None
-            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, logits_list=logits_list)
+            parts: list[Tensor] | None = [] if each or self.task.ranked else None
+            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept_parts=parts)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
-            if self.task.ranked and logits_list is not None:
-                accuracy = self._primary(logits_list, client.y_test)
-            logits = scores[0] if logits_list is None else torch.cat(logits_list)
-            others = self._others(logits, client.y_test, loss, client.id) if each else {}
+            if self.task.ranked:
+                accuracy = self._primary(parts or (), client.y_test)
+            others = self._others(torch.cat(parts or ()), client.y_test, loss, client.id) if each else {}
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
 
     def client_sums(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[Tensor, list[Tensor]]:
-        """Return sums over a client's held-out samples, and their logits in parts; without logits for language models.
+        """Return sums over a client's held-out samples, and what the task keeps of them, usually logits, in parts.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -328,11 +317,11 @@ class Evaluator:
         Returns:
             Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
         """
-        logits_list: list[Tensor] | None = None if self.task.tokens else []
+        kept: list[Tensor] = []
         samples = [client.x_test], [client.y_test]
-        right, scored, losses, tally = self._samples(v, b, *samples, single=True, logits_list=logits_list)
+        right, scored, losses, tally = self._samples(v, b, *samples, single=True, kept_parts=kept)
         sums = torch.stack([scored.sum(), (right * scored).sum(), losses.sum()])
-        return torch.cat([sums, tally.reshape(-1).to(torch.float64)]).cpu(), logits_list or []
+        return torch.cat([sums, tally.reshape(-1).to(torch.float64)]).cpu(), kept
 
     def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
         """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.

@@ -239,23 +239,23 @@ class Task(TaskTargets, TaskConstants):
         """Return the number of predictions per sample, ``[B]``; loss and accuracy are means over predictions."""
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
-    def tally(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the batch statistics that ``measure`` needs; statistics of several batches are added.
+    def kept(self, logits: Tensor, correct: Tensor) -> Tensor:
+        """Return what an evaluation stores of a batch for the metrics of several batches, ``[B, ...]``: the logits.
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
-            y: Targets, ``[B]`` or ``[B, L]``.
+            correct: Share of correct predictions of each sample, ``[B]``.
         """
-        return logits.new_zeros(0)
+        return logits
 
-    def tally_of_correct(self, correct: Tensor, y: Tensor) -> Tensor:
-        """Return ``tally`` from ``correct`` instead of logits, which are too many to store if targets are tokens.
+    def tally(self, kept: Tensor, y: Tensor) -> Tensor:
+        """Return the batch statistics that ``measure`` needs; statistics of several batches are added.
 
         Args:
-            correct: Share of correct predictions of each sample, ``[B]``.
-            y: Targets, ``[B, L]``.
+            kept: Outputs of the model, ``[B, C]``, or what ``kept`` returned for them.
+            y: Targets, ``[B]`` or ``[B, L]``.
         """
-        raise NotImplementedError
+        return kept.new_zeros(0)
 
     def empty_tally(self, classes: int) -> Tensor:
         """Return the tally of no samples, which has the shape of every tally.

@@ -88,7 +88,7 @@ def test_only_answers_count_in_loss_and_metrics(tmp_path):
     assert len(y) == len(some)
     assert int((y >= 0).sum()) == count
     assert float(TASK.loss(logits, y)) == near(total / count)
-    metrics = TASK.measure(TASK.tally(logits, y), total / count)
+    metrics = TASK.measure(TASK.tally(TASK.correct(logits, y), y), total / count)
     assert metrics == {"perplexity": pytest.approx(np.exp(total / count)), "exact_match": exact / len(some)}
 
 
@@ -96,8 +96,8 @@ def test_exact_match_needs_every_target_of_a_text():
     y = torch.tensor([[1, 2, -1], [-1, 0, 1], [-1, -1, -1], [2, 2, 2]])
     guess = torch.tensor([[1, 2, 0], [2, 0, 1], [0, 0, 0], [2, 1, 2]])
     logits = torch.nn.functional.one_hot(guess, 3).double()
-    assert TASK.tally(logits, y).tolist() == [2, 3]  # the third text has no target
-    assert TASK.measure(TASK.tally(logits, y), 0.0)["exact_match"] == pytest.approx(2 / 3)
+    assert TASK.tally(TASK.correct(logits, y), y).tolist() == [2, 3]  # the third text has no target
+    assert TASK.measure(TASK.tally(TASK.correct(logits, y), y), 0.0)["exact_match"] == pytest.approx(2 / 3)
     assert TASK.measure(TASK.empty_tally(3), 0.0)["exact_match"] == 0
 
 
@@ -138,7 +138,7 @@ def test_a_truncated_answer_is_no_exact_match_and_leaves_loss_and_accuracy():
     y = torch.tensor([[1, 2, -1], y[1]])
     logits = torch.randn(2, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     logits.scatter_(2, y.clamp_min(0)[..., None], 9.0)
-    assert TASK.tally(logits, y).tolist() == [1, 2]
+    assert TASK.tally(TASK.correct(logits, y), y).tolist() == [1, 2]
     assert TASK.correct(logits, y).tolist() == [1, 1]
     assert TASK.predictions(y).tolist() == [2, 2]
     each = [[float(logits[i, t].logsumexp(0) - 9) for t in range(2)] for i in range(2)]
