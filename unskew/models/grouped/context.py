@@ -20,27 +20,20 @@ from unskew.models.grouped.network import GroupedNetwork
 from unskew.models.grouped.values import UnsupportedLayerError
 from unskew.models.grouped.vmap_op import GroupingError, MappedPass, PassInputs
 from unskew.models.keyed_dropout import KeyedDropout, KeyStream
-from unskew.models.spec import ModelOutput, ModelSpec
+from unskew.models.spec import GroupedForm, ModelOutput, ModelSpec
 
 T = TypeVar("T")
 
 
-class MappedModel:
+class MappedModel(GroupedForm):
     """Model of several clients, each of whose operators ``torch.func.vmap`` maps over them."""
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Return None, because the model itself runs the pass. The arguments are those of ``GroupedForm.forward``."""
+        """Return None, because the model itself runs the pass."""
         return None
 
     def gradient(self, value: Callable[[Tensor], tuple[Tensor, T]], v: Tensor) -> tuple[Tensor, T]:
-        """Compute the gradient of the first output of ``value`` with respect to ``v``, and the second output.
-
-        Clients are independent, so the gradient of the sum of their losses contains the gradient of each client.
-
-        Args:
-            value: Function of the parameters that returns a loss and further results.
-            v: Parameters under the mapping over clients, ``[d]``.
-        """
+        """Compute the gradient. Clients are independent, so that of the sum of their losses contains the gradient of each."""
         unwrapped = functorch_api.unwrap_batched(v)
         if unwrapped is None or not unwrapped[1]:
             gradient, also = torch.func.grad(value, has_aux=True)(v)
@@ -82,14 +75,7 @@ class GroupedModel(MappedModel):
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
 
     def forward(self, v: Tensor, b: Tensor, x: Tensor, train: bool) -> tuple[ModelOutput, Tensor] | None:
-        """Compute outputs at ``v`` and the updated buffers; None if no input is mapped or a BatchNorm layer has hooks.
-
-        Args:
-            v: Parameters under the mapping over clients, ``[d]``.
-            b: Buffers, ``[m]``.
-            x: Inputs, ``[B, ...]``.
-            train: Whether the model is in training mode.
-        """
+        """Compute outputs at ``v`` and the updated buffers; None if no input is mapped or a BatchNorm layer has hooks."""
         if any(norm._forward_pre_hooks for norm in self.norms) or not functorch_api.is_mapped(v, b, x):
             return None
         twin, stream = self.twins[train], self.spec.stream
