@@ -21,9 +21,9 @@ from unskew.comparison.summary_statistics import CLIENT_MODELS, OVER_CLIENTS, UN
 from unskew.tasks.formatting import (
     COST,
     F1,
-    FURTHER,
     format_megabytes,
     format_number,
+    further_metrics,
     interval_text,
     method_title,
     secondary_metrics,
@@ -181,8 +181,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], tuned: bool = False) -> Tab
     unit = " %" if own.percent and not judge.percent else ""
     whose = {f"clients, mean{unit}": "mean", f"worst client{unit}": "worst"}
     columns |= {title: (own, f"client_{own.name}_{what}") for title, what in whose.items()}
-    shown = [metric_info(name) for name in FURTHER if name in first and name != judge.name]
-    further = {f"{one.title}{' %' if one.percent else ''}": (one, one.name) for one in shown}
+    further = {f"{one.title}{' %' if one.percent else ''}": (one, one.name) for one in further_metrics(first)}
     shares = (F1 if first.get("micro_f1") is not None else {}) | {"attack success": "backdoor_success"}
     further |= {title: (accuracy, name) for title, name in shares.items() if name in first}
     private = {"epsilon": "epsilon", NO_GUARANTEE: "epsilon_if_secret"}

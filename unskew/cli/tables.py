@@ -16,15 +16,15 @@ from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
     F1,
-    FURTHER,
     format_megabytes,
     format_percent,
+    further_metrics,
     missing_text,
     secondary_metrics,
     value_text,
 )
 from unskew.tasks.metrics import METRICS
-from unskew.tasks.primary_metric import metric_info, metric_of, primary_metric_name
+from unskew.tasks.primary_metric import metric_of, primary_metric_name
 from unskew.tasks.registry import client_metric, objective_metric
 
 if TYPE_CHECKING:
@@ -118,9 +118,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
     loss = "diverged" if summary["loss"] is None else f"{summary['loss']:.4f}"
     judge, shown, scored = objective_metric(summary), client_metric(summary), primary_metric_name(summary)
     kept_score = summary.get(f"kept_{judge.name}")
-    further = [metric_info(name) for name in FURTHER if name in summary and name != judge.name]
     details = [f"loss {loss}"] if judge.name != "loss" or summary["loss"] is None else []
-    details += [f"{one.title} {value_text(one, summary[one.name])}" for one in further]
+    details += [f"{one.title} {value_text(one, summary[one.name])}" for one in further_metrics(summary)]
     more = f"  ({', '.join(details)})" if details else ""
     score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
     lines = [

@@ -30,9 +30,9 @@ from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
     COST,
     F1,
-    FURTHER,
     format_megabytes,
     format_percent,
+    further_metrics,
     interval_text,
     method_title,
     secondary_metrics,
@@ -170,8 +170,8 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
             columns[name.replace("_", " ")] = (loss_cell, name)
     if "backdoor_success" in rows[0]:
         columns["attack success, %"] = (percent_cell, "backdoor_success")
-    further = [metric_info(name) for name in ("loss", *FURTHER) if name in rows[0]]
-    columns |= {metric_title(one.title, one): (metric_cell(one), one.name) for one in further if one != judge}
+    further = [*([metric_info("loss")] if judge.name != "loss" else []), *further_metrics(rows[0])]
+    columns |= {metric_title(one.title, one): (metric_cell(one), one.name) for one in further}
     per, write = " %" if own.percent else "", metric_cell(own)
     columns[f"clients, mean{per}"] = (write, f"client_{own.name}_mean")
     columns[metric_title("worst decile", own)] = (write, f"client_{own.name}_worst_decile")

@@ -77,6 +77,9 @@ class Task(TaskTargets, TaskConstants):
     extra_metrics: ClassVar[tuple[str, ...]] = ()
     """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""
 
+    shown: ClassVar[tuple[str, ...]] = ()
+    """Those of ``extra_metrics`` that tables show next to the objective."""
+
     lower_is_better: ClassVar[tuple[str, ...]] = ()
     """Metrics, including the loss, whose lowest value over the rounds is reported as the best."""
 

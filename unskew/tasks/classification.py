@@ -329,6 +329,7 @@ class LanguageModeling(Task):
     name: ClassVar[str] = "language"
     tokens: ClassVar[bool] = True
     extra_metrics: ClassVar[tuple[str, ...]] = ("perplexity", "exact_match")
+    shown: ClassVar[tuple[str, ...]] = extra_metrics
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
 
     @property

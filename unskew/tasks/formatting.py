@@ -6,29 +6,27 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from unskew.tasks.primary_metric import METRIC_PREFIXES, SCORES, WORST, MetricInfo, metric_of
-from unskew.tasks.registry import objective_metric
+from unskew.tasks.primary_metric import METRIC_PREFIXES, SCORES, WORST, MetricInfo, metric_info, metric_of
+from unskew.tasks.registry import TASKS, objective_metric
 
 F1 = {"C-F1": "macro_f1", "O-F1": "micro_f1"}
 """Columns and metrics of the multi-label task: macro-averaged and micro-averaged F1."""
 
-FURTHER = ("mae", "rmse", "perplexity", "exact_match")
-"""Metrics of regression and of language models that are shown next to the objective."""
-
 COST = ("MB up", "MB down", "seconds")
 """Titles of the columns of costs."""
 
-ASKED = (
-    *("auroc", "auprc", "f1", "balanced_accuracy", "ece", "brier", "observed_expected", "calibration_slope", WORST),
-    *("uno", "ibs", "hd95"),
-)
-"""Metrics that must be requested; others are named after their class or time."""
+
+def further_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
+    """Return the metrics in a row or a summary, besides the objective and the loss, that its task always has and shows."""
+    names = [name for task in TASKS.values() for name in task.shown if name in row]
+    return [metric_info(name) for name in names if name != objective_metric(row).name]
 
 
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
     """Return the metrics in a row or a summary besides the objective: the primary metric, then requested ones."""
     own, objective = row.get("own_metrics") or {}, row.get("objective")
-    names = [name for name in row if name in ASKED or name in own or name.startswith(METRIC_PREFIXES)]
+    requested = {WORST, *own, *(name for task in TASKS.values() for name in task.requestable)}
+    names = [name for name in row if name in requested or name.startswith(METRIC_PREFIXES)]
     judged = [name for name in SCORES if name in row and objective not in (None, name)]
     return [metric_of(row, name) for name in (*judged, *names) if name != objective]
 

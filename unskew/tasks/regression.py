@@ -45,6 +45,7 @@ class Regression(Task):
     scored: ClassVar[str] = "r2"
     constant_name: ClassVar[str] = "own mean"
     extra_metrics: ClassVar[tuple[str, ...]] = ("mae", "rmse")
+    shown: ClassVar[tuple[str, ...]] = extra_metrics
     lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "mae", "rmse")
     least: ClassVar[float] = LEAST
 
