@@ -105,9 +105,9 @@ def client_columns(
     """
     n = table.num_rows
     usable = [c for c in columns if distinct[c] > 1 and names_or_whole_numbers(table.column(c)) is not None]
-    strings = [c for c in usable if is_string(table.column(c).type)]
+    strings = dict.fromkeys(c for c in usable if is_string(table.column(c).type))
     kinds = {c: kind for c in usable if (kind := kind_of_client(c, c in strings)) is not None}
-    frequent = [c for c in usable if distinct[c] * FEWEST <= n]
+    frequent = dict.fromkeys(c for c in usable if distinct[c] * FEWEST <= n)
 
     def rank(c: str) -> tuple[bool, int, bool, int]:
         return n < ENOUGH * distinct[c], kinds[c], distinct[c] < 3, distinct[c]

@@ -74,11 +74,12 @@ def set_table_fields(
     folder = path if path.is_dir() else path.parent
     images = [c for c in columns if c == image or _has_images(table.column(c), folder)]
     images.sort(key=lambda c: (c != image, bool(re.search(MASK, c, re.I))))  # masks are inputs only if nothing else is
-    nested = [c for c in columns if c in images or is_list_type(table.column(c).type)]
+    nested = {c for c in columns if c in images or is_list_type(table.column(c).type)}
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
     named = [c for c in columns if metadata_class_names(table, c)]
     files = FILE if path.is_dir() and FILE in columns else None  # the column with the names of the files
-    complete = [c for c in columns if not table.column(c).null_count and c not in (*nested, clients, files)]
+    never = {*nested, clients, files}
+    complete = [c for c in columns if not table.column(c).null_count and c not in never]
     times = chosen or (None if label or named else survival_labels(table, complete, distinct))
     guessed = None if label else next(iter(named), None) or (times and times[1]) or _label(complete, distinct, n)
     guessed = guessed or (None if label else next((c for c in images[1:] if re.search(MASK, c, re.I)), None))
@@ -101,7 +102,8 @@ def set_table_fields(
             "Set --image to their column, or --label to another column."
         )
     labels = times or (label,)
-    owners = client_columns(table, [c for c in columns if c not in (*labels, *nested, files)], distinct, clients)
+    never = {*labels, *nested, files}
+    owners = client_columns(table, [c for c in columns if c not in never], distinct, clients)
     owners = owners._replace(chosen=owners.chosen or files)
     guess = ", chosen by its name or its few values; --label sets another" if guessed else ""
     gaps = [
@@ -133,10 +135,10 @@ def set_table_fields(
             inferred.set("model", "cnn", "unskew models lists all models")
         return
     rest = [c for c in columns if c not in (*labels, owners.chosen, files)]
-    constant = [c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1]
-    rest = [c for c in rest if c not in (*constant, *owners.unused)]
+    constant = {c for c in rest if c not in nested and _distinct(table.column(c).drop_null()) <= 1}
+    rest = [c for c in rest if c not in constant and c not in owners.unused]
     codes = [c for c in rest if c in owners.named and not is_string(table.column(c).type)]
-    numbers = [c for c in rest if is_numeric(table.column(c).type) and c not in codes]
+    numbers = [c for c in rest if is_numeric(table.column(c).type) and c not in owners.named]
     texts = [c for c in rest if is_string(table.column(c).type)]
     categories = [c for c in texts if distinct[c] <= min(MOST_CATEGORIES, n // 4) and is_category_text(table.column(c))]
     dates = [c for c in rest if is_date(table.column(c).type)]
@@ -149,22 +151,24 @@ def set_table_fields(
         inferred.set("optimizer", "adam")
         return
     reasons = owners.unused | dict.fromkeys(constant, "the same value in every row")
+    measured, unlisted = {*numbers}, {*texts} - {*categories}
     for c in [*rest, *owners.unused]:
-        unusable = _why_text(table.column(c)) if c in texts and c not in categories else None
+        unusable = _why_text(table.column(c)) if c in unlisted else None
         if unusable is None and is_identifier(table.column(c), c):
             unusable = (
                 f"an identifier, {distinct[c]} values in {n} rows" if distinct[c] < n else "different in every row"
             )
-        elif c in numbers and np.isinf(_numbers(table.column(c))).any():
+        elif c in measured and np.isinf(_numbers(table.column(c))).any():
             unusable = "infinite values"
-        if unusable or (c in texts and c not in (*categories, *owners.unused)):
+        if unusable or (c in unlisted and c not in owners.unused):
             reasons[c] = unusable or "too many different strings"
     reasons = {c: reasons[c] for c in columns if c in reasons}
     if reasons:
         inferred.set("exclude", list(reasons), "for the reasons above")
         inferred.seen += [f"excluded: {c}: {reason}" for c, reason in reasons.items()]
     numbers = [c for c in numbers if c not in reasons]
-    categories = [c for c in columns if c in (*categories, *codes) and c not in reasons]
+    listed = {*categories, *codes}
+    categories = [c for c in columns if c in listed and c not in reasons]
     if owned := [c for c in categories if c in owners.named]:
         inferred.seen.append(
             f"categories although their names are those of client columns: {', '.join(owned)}; to leave a column out, add it "
