@@ -7,6 +7,7 @@ them is written by hand. The first mark is one of these, and the second one ``<!
     <!-- gains: SUITE VIEW METHOD METHOD -->    gains of methods over the federations of a benchmark; with OTHER: in front of
                                                 the methods, also the number of federations on which each is above OTHER
     <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
+    <!-- above: SUITE KIND VIEW METHOD -->      number of federations on which a method is above the baseline, the same
     <!-- generation -->                         costs of generation
 """
 
@@ -34,6 +35,7 @@ BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
 GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
 GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
 DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
+ABOVE = re.compile(r"(<!-- above: (\S+) (natural|controlled) (global|clients) (\S+) -->).*?(<!-- end -->)", re.S)
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -64,6 +66,9 @@ class Pages:
         page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
         page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
         page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
+        page = ABOVE.sub(
+            lambda block: f"{block[1]}{self.above(block[2], block[3], cast(View, block[4]), block[5])}{block[6]}", page
+        )
         return GAINS.sub(
             lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), *_split(block[4]))}{block[5]}", page
         )
@@ -106,6 +111,25 @@ class Pages:
         verdicts = [difference.verdict for each in results for difference in each.differences("global").values()]
         gains, losses = map(verdicts.count, ("better", "worse"))
         return f"{len(verdicts)} differences, of which {gains} are decided gains and {losses} decided losses"
+
+    def above(self, suite: str, kind: str, view: View, method: str) -> str:
+        """Return on how many federations a method is above the baseline, with the median and the decided differences.
+
+        Args:
+            suite: Name of the suite.
+            kind: Kind of federations, ``natural`` or ``controlled``.
+            view: Global model or clients.
+            method: Name of the method.
+        """
+        results = [each.differences(view) for each in self.results_of(suite) if each.federation.kind == kind]
+        found = [differences[method] for differences in results if method in differences]
+        means = [difference.mean for difference in found]
+        verdicts = [difference.verdict for difference in found]
+        notes = [f"median {statistics.median(means):+.1f}"]
+        for verdict, name, ending in (("better", "gain", "s"), ("worse", "loss", "es")):
+            if number := verdicts.count(verdict):
+                notes.append(f"{number} decided {name}{ending if number > 1 else ''}")
+        return f"{sum(mean > 0 for mean in means)} of {len(means)} ({', '.join(notes)})"
 
     def results_of(self, suite: str) -> list[FederationResults]:
         """Return the results of a suite's federations.

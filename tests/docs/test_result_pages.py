@@ -34,22 +34,24 @@ def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
             assert f"`{name}`, scale `{scale}`, shown in [{page.stem}]" in index
 
 
-@pytest.mark.parametrize(
-    ("method", "first", "personal"),
-    [("fedlesam-d", "fedacg", False), ("fedamp", "feddbe", True), ("apfl", "feddbe", True)],
-)
-def test_gains_over_federations_are_those_of_the_outcomes(method, first, personal):
-    """Accuracy, R² or errors in points, as differences to FedAvg's mean over the seeds of a federation."""
-    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
-    suite = load_suite("skew")[0]
-    gains, above = [], []
-    for path in (ROOT / "results" / "benchmark").glob("*.jsonl"):
+def gains_over_fedavg(methods, first, personal, kind=None):
+    """Return each method's differences to FedAvg's mean over the seeds of a federation, by federation.
+
+    They are accuracy, R² or errors in points, on the federations on which ``first`` has been run.
+    """
+    suite, federations = load_suite("skew")
+    gains = {name: {} for name in methods}
+    for federation in federations:
+        path = ROOT / "results" / "benchmark" / f"{federation.name}.jsonl"
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        own = {line["run"]["method"]: line for line in lines if line["run"]["trials"] >= 10 and "summaries" in line}
-        if path.stem not in suite.federations or not {"fedavg", method, first} <= own.keys():
+        own = {}
+        for line in sorted(lines, key=lambda line: line["run"]["trials"]):  # the largest budget counts
+            if line["run"]["trials"] >= suite.trials and "summaries" in line:
+                own[line["run"]["method"]] = line
+        if not {"fedavg", first} <= own.keys() or kind not in (None, federation.kind):
             continue
         means = {}
-        for name in {method, "fedavg", "ft"} & own.keys():
+        for name in {"fedavg", *methods} & own.keys():
             outcome = own[name]
             metric = outcome["objective"]
             if personal:
@@ -59,15 +61,37 @@ def test_gains_over_federations_are_those_of_the_outcomes(method, first, persona
             if None not in values:
                 info = metric_info(outcome["objective"])
                 means[name] = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1) * np.mean(values)
-        if {"fedavg", method} <= means.keys():
-            gains.append(means[method] - means["fedavg"])
-            above += [means[method] > means["ft"]] if "ft" in means else []
+        for name in methods & means.keys():
+            gains[name][federation.name] = means[name] - means["fedavg"]
+    return gains
+
+
+@pytest.mark.parametrize(
+    ("method", "first", "personal"),
+    [("fedlesam-d", "fedacg", False), ("fedamp", "feddbe", True), ("apfl", "feddbe", True)],
+)
+def test_gains_over_federations_are_those_of_the_outcomes(method, first, personal):
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    found = gains_over_fedavg({method, "ft"}, first, personal)
+    gains = [*found[method].values()]
     row = next(line for line in page.splitlines() if line.startswith(f"| `{method}` |")).strip("| ").split(" | ")
     assert [int(row[1]), int(row[2])] == [len(gains), sum(gain > 0 for gain in gains)]
     shown = [float(cell) for cell in row[3:5]]
     assert shown == pytest.approx([np.median(gains), np.mean(gains)], abs=0.0500001)
     if personal:
+        above = [gain > found["ft"][name] for name, gain in found[method].items() if name in found["ft"]]
         assert row[7] == f"{sum(above)} of {len(above)}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "view", "method"), [("natural", "global", "feddyn"), ("controlled", "clients", "fedala")]
+)
+def test_counts_within_sentences_are_those_of_the_outcomes(kind, view, method):
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    gains = [*gains_over_fedavg({method}, "fedavg", view == "clients", kind)[method].values()]
+    shown = re.search(rf"<!-- above: skew {kind} {view} {method} -->(\d+) of (\d+) \(median (\S+?)[,)]", page)
+    assert [int(shown[1]), int(shown[2])] == [sum(gain > 0 for gain in gains), len(gains)]
+    assert float(shown[3]) == pytest.approx(np.median(gains), abs=0.0500001)
 
 
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
