@@ -224,7 +224,7 @@ def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[Measured
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the evidence file and the scores in ``docs/results/advice.md``."""
+    """Write the evidence file and the scores in ``docs/results/advice.md``; then run ``speed.result_pages``."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("results/benchmark"))
     parser.add_argument("--data-path", type=Path)

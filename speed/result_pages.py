@@ -1,4 +1,4 @@
-"""Generator of tables in ``docs/results`` and of ``results/INDEX.md``: ``python -m speed.result_pages``.
+"""Generator of tables and numbers in documents, and of ``results/INDEX.md``: ``python -m speed.result_pages``.
 
 Run it in the repository; it reads the stored outcomes. The text between two marks of a page is replaced, and the text around
 them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``::
@@ -8,6 +8,7 @@ them is written by hand. The first mark is one of these, and the second one ``<!
                                                 the methods, also the number of federations on which each is above OTHER
     <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
     <!-- above: SUITE KIND VIEW METHOD -->      number of federations on which a method is above the baseline, the same
+    <!-- score: VIEW NAME -->                   score of the advice (``scores`` of its evidence), within a sentence
     <!-- generation -->                         costs of generation
 """
 
@@ -36,6 +37,7 @@ GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
 GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
 DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
 ABOVE = re.compile(r"(<!-- above: (\S+) (natural|controlled) (global|clients) (\S+) -->).*?(<!-- end -->)", re.S)
+SCORE = re.compile(r"(<!-- score: (global|clients) (\w+) -->).*?(<!-- end -->)", re.S)
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -49,8 +51,9 @@ class Pages:
 
     def __init__(self, root: Path):
         self.results, self.runs = root / "results", root / "results" / "runs"
+        self.evidence = root / "unskew" / "diagnosis" / "evidence.json"
         self._suites: dict[str, list[FederationResults]] = {}
-        self.paths = sorted((root / "docs" / "results").glob("*.md"))
+        self.paths = [*sorted((root / "docs" / "results").glob("*.md")), *(root / "docs").glob("advice.md")]
         stored = stored_outcomes(self.runs)
         self.outcomes = {key: outcome for key, outcome in stored.items() if not key.startswith(EARLIER)}
         self.seeds = sorted({stored.outcome["run"]["seed"] for stored in self.outcomes.values()})
@@ -66,6 +69,7 @@ class Pages:
         page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
         page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
         page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
+        page = SCORE.sub(lambda block: f"{block[1]}{self.score(block[2], block[3])}{block[4]}", page)
         page = ABOVE.sub(
             lambda block: f"{block[1]}{self.above(block[2], block[3], cast(View, block[4]), block[5])}{block[6]}", page
         )
@@ -130,6 +134,16 @@ class Pages:
             if number := verdicts.count(verdict):
                 notes.append(f"{number} decided {name}{ending if number > 1 else ''}")
         return f"{sum(mean > 0 for mean in means)} of {len(means)} ({', '.join(notes)})"
+
+    def score(self, view: str, name: str) -> str:
+        """Return a score of the advice: a number of federations, or a share of them in percent.
+
+        Args:
+            view: ``global`` or ``clients``.
+            name: Name of the score in the evidence.
+        """
+        value = json.loads(self.evidence.read_text(encoding="utf-8"))["scores"][view][name]
+        return f"{value:.0f}" if name == "federations" else f"{100 * value:.0f} %"
 
     def results_of(self, suite: str) -> list[FederationResults]:
         """Return the results of a suite's federations.
