@@ -243,5 +243,5 @@ class PageHandler(BaseHTTPRequestHandler):
 
         Args:
             format: Not used.
-            args: Not used.
+            *args: Not used.
         """

@@ -46,6 +46,6 @@ def html_page(sentences: Iterable[str], *tables: Sequence[Mapping[str, object]])
 
     Args:
         sentences: One text for each paragraph; all text is escaped.
-        tables: Rows of each table.
+        *tables: Rows of each table.
     """
     return "".join([*(f"<p>{escape(line)}</p>" for line in sentences), *map(html_table, filter(None, tables))])
