@@ -8,6 +8,7 @@ them is written by hand. The first mark is one of these, and the second one ``<!
                                                 the methods, also the number of federations on which each is above OTHER
     <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
     <!-- above: SUITE KIND VIEW METHOD -->      number of federations on which a method is above the baseline, the same
+    <!-- budgets: SUITE -->                     effect of larger budgets of tuning, within a sentence
     <!-- score: VIEW NAME -->                   score of the advice (``scores`` of its evidence), within a sentence
     <!-- generation -->                         costs of generation
 """
@@ -38,6 +39,7 @@ GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- en
 DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
 ABOVE = re.compile(r"(<!-- above: (\S+) (natural|controlled) (global|clients) (\S+) -->).*?(<!-- end -->)", re.S)
 SCORE = re.compile(r"(<!-- score: (global|clients) (\w+) -->).*?(<!-- end -->)", re.S)
+BUDGETS = re.compile(r"(<!-- budgets: (\S+) -->).*?(<!-- end -->)", re.S)
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -70,6 +72,7 @@ class Pages:
         page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
         page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
         page = SCORE.sub(lambda block: f"{block[1]}{self.score(block[2], block[3])}{block[4]}", page)
+        page = BUDGETS.sub(lambda block: f"{block[1]}{self.budgets(block[2])}{block[3]}", page)
         page = ABOVE.sub(
             lambda block: f"{block[1]}{self.above(block[2], block[3], cast(View, block[4]), block[5])}{block[6]}", page
         )
@@ -134,6 +137,28 @@ class Pages:
             if number := verdicts.count(verdict):
                 notes.append(f"{number} decided {name}{ending if number > 1 else ''}")
         return f"{sum(mean > 0 for mean in means)} of {len(means)} ({', '.join(notes)})"
+
+    def budgets(self, suite: str) -> str:
+        """Return what larger budgets of tuning changed, for the methods that were also run with the common one.
+
+        Args:
+            suite: Name of the suite.
+        """
+        runs = SuiteRuns(*load_suite(suite), self.results / "benchmark")
+        large = runs.stored()
+        means, same = [], 0
+        for unit, small in runs.with_fewer_trials(repeated=True).items():
+            pair = {"fewer": small, "more": large[unit]}
+            own = FederationResults(runs.federations[unit.federation], pair, {}, "fewer")
+            if len(own.outcomes) == 2:
+                difference = own.differences("clients" if small["personal"] else "global").get("more")
+                means += [difference.mean] if difference else []
+                same += small["options"] == large[unit]["options"]
+        return (
+            f"{len(means)} units were run with both budgets; the larger one changed the result by "
+            f"{statistics.median(means):+.1f} points (median) and {statistics.fmean(means):+.2f} (mean), and chose the same "
+            f"options in {same} of them"
+        )
 
     def score(self, view: str, name: str) -> str:
         """Return a score of the advice: a number of federations, or a share of them in percent.

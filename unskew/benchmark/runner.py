@@ -177,11 +177,15 @@ class SuiteRuns:
         """Return the stored outcomes of all units."""
         return self._outcomes({unit: unit for unit in self.units()})
 
-    def with_fewer_trials(self) -> dict[Unit, Outcome]:
-        """Return the outcomes that tuned with ``trials`` only, of units that have a larger budget and no outcome yet."""
+    def with_fewer_trials(self, repeated: bool = False) -> dict[Unit, Outcome]:
+        """Return the outcomes that tuned with ``trials`` only, of units that have a larger budget and no outcome yet.
+
+        Args:
+            repeated: Whether to return those of units with an outcome instead.
+        """
         stored = self.stored()
         smaller = {unit: replace(unit, trials=self.suite.trials) for unit in self.units()}
-        wanted = {unit: own for unit, own in smaller.items() if unit.trials > own.trials and unit not in stored}
+        wanted = {u: own for u, own in smaller.items() if u.trials > own.trials and (u in stored) == repeated}
         return self._outcomes(wanted)
 
     def _outcomes(self, units: Mapping[Unit, Unit]) -> dict[Unit, Outcome]:
