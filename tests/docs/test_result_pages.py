@@ -58,7 +58,8 @@ def gains_over_fedavg(methods, first, personal, kind=None):
                 whose = "personal" if outcome["personal"] else "client"
                 metric = f"{whose}_{outcome['client_metric']}_mean"
             values = [summary.get(metric) for summary in outcome["summaries"]]
-            if None not in values:
+            diverged = any(summary["diverged"] for summary in outcome["summaries"])
+            if None not in values and not diverged:
                 info = metric_info(outcome["objective"])
                 means[name] = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1) * np.mean(values)
         for name in methods & means.keys():
