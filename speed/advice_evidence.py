@@ -211,9 +211,10 @@ def score_page(evidence: Sequence[MeasuredFederation], scored: Sequence[Measured
                 ]
             )
         own = summarize_scores(scores)
+        lines += [f"**{titles[view]}**", markdown(header, rows)]
+        if len(scores) < 2:
+            continue
         lines += [
-            f"**{titles[view]}**",
-            markdown(header, rows),
             f"The first method is above tuned FedAvg in {own['first_above']:.0%} of {own['federations']:.0f} federations and "
             f"not clearly below it in {own['first_not_worse']:.0%}; the best of three in {own['best_of_three_above']:.0%} "
             f"and {own['best_of_three_not_worse']:.0%}. The best of three, or FedAvg if it is better, is within 1 point of "

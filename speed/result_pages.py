@@ -4,13 +4,15 @@ Run it in the repository; it reads the stored outcomes. The text between two mar
 them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``::
 
     <!-- table: PRESET SCALE -->                tables of a preset
-    <!-- gains: SUITE VIEW METHOD METHOD -->    gains of methods over the federations of a benchmark; with OTHER: in front of
-                                                the methods, also the number of federations on which each is above OTHER
-    <!-- decided: SUITE KIND -->                number of decided differences of global models, within a sentence
-    <!-- above: SUITE KIND VIEW METHOD -->      number of federations on which a method is above the baseline, the same
-    <!-- budgets: SUITE -->                     effect of larger budgets of tuning, within a sentence
-    <!-- score: VIEW NAME -->                   score of the advice (``scores`` of its evidence), within a sentence
-    <!-- generation -->                         costs of generation
+    <!-- gains: SUITE VIEW METHOD METHOD -->    table of gains of methods over the federations of a benchmark; with OTHER: in
+                                                front of the methods, also on how many federations each is above OTHER
+    <!-- generation -->                         table of the costs of generation
+    <!-- decided: SUITE KIND -->                in a sentence: number of decided differences of global models
+    <!-- above: SUITE KIND VIEW METHOD -->      in a sentence: on how many federations a method is above the baseline
+    <!-- budgets: SUITE -->                     in a sentence: effect of larger budgets of tuning
+    <!-- score: VIEW NAME -->                   in a sentence: score of the advice, from its evidence
+
+The name of a mark is that of a method of ``Pages``, which gets its words.
 """
 
 from __future__ import annotations
@@ -18,12 +20,13 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import cast
 
 from unskew.benchmark.results import FederationResults, View, read_results
 from unskew.benchmark.runner import SuiteRuns
+from unskew.benchmark.statistics import Difference
 from unskew.benchmark.suite import load_suite
 from unskew.filesystem import write_atomic
 from unskew.reproduction.outcomes import EARLIER, StoredOutcome, experiment_hash, identity_hash, stored_outcomes
@@ -33,13 +36,8 @@ from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
 from unskew.reproduction.sweep import Sweep
 from unskew.reproduction.tables import footnotes, markdown, table_entries, table_lines
 
-BLOCK = re.compile(r"(<!-- table: (\S+) (\w+) -->\n).*?(<!-- end -->)", re.S)
-GENERATION = re.compile(r"(<!-- generation -->\n).*?(<!-- end -->)", re.S)
-GAINS = re.compile(r"(<!-- gains: (\S+) (global|clients) (.+?) -->\n).*?(<!-- end -->)", re.S)
-DECIDED = re.compile(r"(<!-- decided: (\S+) (natural|controlled) -->).*?(<!-- end -->)", re.S)
-ABOVE = re.compile(r"(<!-- above: (\S+) (natural|controlled) (global|clients) (\S+) -->).*?(<!-- end -->)", re.S)
-SCORE = re.compile(r"(<!-- score: (global|clients) (\w+) -->).*?(<!-- end -->)", re.S)
-BUDGETS = re.compile(r"(<!-- budgets: (\S+) -->).*?(<!-- end -->)", re.S)
+MARK = re.compile(r"(<!-- (table|gains|decided|above|budgets|score|generation)(?:: (.+?))? -->).*?(<!-- end -->)", re.S)
+TABLE = re.compile(r"<!-- table: (\S+) (\w+) -->\n")
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
 
@@ -68,35 +66,27 @@ class Pages:
 
     def filled(self, page: str) -> str:
         """Return the page with all tables regenerated."""
-        page = BLOCK.sub(lambda block: f"{block[1]}{self.tables(block[2], block[3])}{block[4]}", page)
-        page = GENERATION.sub(lambda block: f"{block[1]}{self.generation()}{block[2]}", page)
-        page = DECIDED.sub(lambda block: f"{block[1]}{self.decided(block[2], block[3])}{block[4]}", page)
-        page = SCORE.sub(lambda block: f"{block[1]}{self.score(block[2], block[3])}{block[4]}", page)
-        page = BUDGETS.sub(lambda block: f"{block[1]}{self.budgets(block[2])}{block[3]}", page)
-        page = ABOVE.sub(
-            lambda block: f"{block[1]}{self.above(block[2], block[3], cast(View, block[4]), block[5])}{block[6]}", page
-        )
-        return GAINS.sub(
-            lambda block: f"{block[1]}{self.gains(block[2], cast(View, block[3]), *_split(block[4]))}{block[5]}", page
+        return MARK.sub(
+            lambda mark: f"{mark[1]}{getattr(self, mark[2])(*(mark[3] or '').split())}{mark[4]}",
+            page,
         )
 
-    def gains(self, suite: str, view: View, methods: Sequence[str], other: str = "") -> str:
+    def gains(self, suite: str, view: View, *methods: str) -> str:
         """Return the table of the differences of methods to the baseline over the federations of a suite.
 
         Args:
             suite: Name of the suite.
             view: Global model or clients.
-            methods: Methods to list, on the federations on which the first one has been run.
-            other: Method with which each is compared, too.
+            *methods: Methods to list, on the federations on which the first one has been run. If the first one ends with a
+                colon, it is a further method with which each is compared.
         """
+        other, methods = (methods[0][:-1], methods[1:]) if methods[0].endswith(":") else ("", methods)
         own = [each.differences(view) for each in self.results_of(suite) if methods[0] in each.outcomes]
         body = []
         for name in methods:
-            found = [differences[name] for differences in own if name in differences]
-            means = [difference.mean for difference in found]
-            verdicts = [difference.verdict for difference in found]
+            means, verdicts = _means_and_verdicts(own, name)
             middle = [f"{of(means):+.1f}" if means else "" for of in (statistics.median, statistics.fmean)]
-            counts = [len(found), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
+            counts = [len(means), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
             row = [f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])]
             if other:
                 both = [each for each in own if {name, other} <= each.keys()]
@@ -105,7 +95,7 @@ class Pages:
             body.append(row)
         header = ["method", "federations", "above FedAvg", "median", "mean", "decided gains", "decided losses"]
         header += [f"above `{other}`"] if other else []
-        return f"\n{markdown(header, body)}\n\n"
+        return f"\n\n{markdown(header, body)}\n\n"
 
     def decided(self, suite: str, kind: str) -> str:
         """Return a sentence on how many differences of the global models to the baseline are decided.
@@ -129,9 +119,7 @@ class Pages:
             method: Name of the method.
         """
         results = [each.differences(view) for each in self.results_of(suite) if each.federation.kind == kind]
-        found = [differences[method] for differences in results if method in differences]
-        means = [difference.mean for difference in found]
-        verdicts = [difference.verdict for difference in found]
+        means, verdicts = _means_and_verdicts(results, method)
         notes = [f"median {statistics.median(means):+.1f}"]
         for verdict, name, ending in (("better", "gain", "s"), ("worse", "loss", "es")):
             if number := verdicts.count(verdict):
@@ -152,13 +140,19 @@ class Pages:
             own = FederationResults(runs.federations[unit.federation], pair, {}, "fewer")
             if len(own.outcomes) == 2:
                 difference = own.differences("clients" if small["personal"] else "global").get("more")
-                means += [difference.mean] if difference else []
-                same += small["options"] == large[unit]["options"]
+                if difference is not None:
+                    means.append(difference.mean)
+                    same += small["options"] == large[unit]["options"]
         return (
             f"{len(means)} units were run with both budgets; the larger one changed the result by "
             f"{statistics.median(means):+.1f} points (median) and {statistics.fmean(means):+.2f} (mean), and chose the same "
             f"options in {same} of them"
         )
+
+    @cached_property
+    def _scores(self) -> dict[str, dict[str, float]]:
+        scores: dict[str, dict[str, float]] = json.loads(self.evidence.read_text(encoding="utf-8"))["scores"]
+        return scores
 
     def score(self, view: str, name: str) -> str:
         """Return a score of the advice: a number of federations, or a share of them in percent.
@@ -167,7 +161,7 @@ class Pages:
             view: ``global`` or ``clients``.
             name: Name of the score in the evidence.
         """
-        value = json.loads(self.evidence.read_text(encoding="utf-8"))["scores"][view][name]
+        value = self._scores[view][name]
         return f"{value:.0f}" if name == "federations" else f"{100 * value:.0f} %"
 
     def results_of(self, suite: str) -> list[FederationResults]:
@@ -180,7 +174,7 @@ class Pages:
             self._suites[suite] = read_results(SuiteRuns(*load_suite(suite), self.results / "benchmark"))
         return self._suites[suite]
 
-    def tables(self, name: str, scale: str) -> str:
+    def table(self, name: str, scale: str) -> str:
         """Return the tables of a preset.
 
         Args:
@@ -223,14 +217,14 @@ class Pages:
             f"One thread of {machine['cpu']} ({machine['cores']} cores), torch {machine['torch']}; "
             f"local training of {measured['steps']} steps of 64: {training:.1f} s (the paper's GPU: {paper} s)."
         )
-        return f"\n{text}\n\n{markdown([*header, 'of its training'], body)}\n\n"
+        return f"\n\n{text}\n\n{markdown([*header, 'of its training'], body)}\n\n"
 
     def index(self) -> str:
         """Return the index of all tables and figures with their outcome files, by paper."""
         shown: dict[str, dict[str, Path | None]] = {}
         for path in self.paths:
-            for block in BLOCK.finditer(path.read_text(encoding="utf-8")):
-                shown.setdefault(block[2], {})[block[3]] = path
+            for block in TABLE.finditer(path.read_text(encoding="utf-8")):
+                shown.setdefault(block[1], {})[block[2]] = path
         text = [
             "# Outcomes of the papers' tables and figures",
             "",
@@ -287,10 +281,10 @@ class Pages:
         return f"[{text}](runs/{stored.path.relative_to(self.runs).as_posix()}#L{stored.line})"
 
 
-def _split(listed: str) -> tuple[list[str], str]:
-    """Return the methods of a mark, and the one with which they are compared, too."""
-    other, colon, methods = listed.rpartition(": ")
-    return methods.split(), other if colon else ""
+def _means_and_verdicts(differences: Sequence[Mapping[str, Difference]], method: str) -> tuple[list[float], list[str]]:
+    """Return the mean differences of a method and their verdicts, on the federations that have them."""
+    found = [own[method] for own in differences if method in own]
+    return [difference.mean for difference in found], [difference.verdict for difference in found]
 
 
 def _run_title(stored: StoredOutcome) -> str:
@@ -301,13 +295,13 @@ def _run_title(stored: StoredOutcome) -> str:
 def _as_text(tables: list[Line], settings: str, notes: Sequence[str] = ()) -> str:
     """Return tables as markdown, after a note on their settings and before the explanation of marks."""
     if not tables:
-        return "*No run of this table has been made yet.*\n"
+        return "\n*No run of this table has been made yet.*\n"
     text = [f"*{settings}*", ""] if settings else []
     for title, header, body in tables:
         text += [f"**{title}**", "", markdown(header, body), ""]
     for note in notes:
         text += [note, ""]
-    return "\n" + "\n".join(text)
+    return "\n\n" + "\n".join(text)
 
 
 def main() -> None:

@@ -86,7 +86,7 @@ class EngineConfig:
 
     @property
     def trains_alone(self) -> bool:
-        """Whether clients are trained one at a time: because of a rule, the model, or models of different architectures."""
+        """True if clients are trained one at a time: a rule or the model needs it, or the clients' architectures differ."""
         return bool(self.spec.others) or trains_alone(self.spec) or any(rule.trains_alone for rule in self.rules)
 
     def group_form(self, check: bool = True) -> MappedModel | None:

@@ -89,12 +89,12 @@ class Evaluator:
         xs: Iterable[Tensor],
         ys: Iterable[Tensor],
         single: bool = False,
-        kept_parts: list[Tensor] | None = None,
+        stored_parts: list[Tensor] | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Evaluate samples in chunks: correctness, number of predictions and loss per sample, and the summed tallies.
 
         Losses are summed over the predictions of each batch, or with ``single`` over those of each sample. What the
-        task keeps of each batch, usually the logits, is appended to ``kept_parts``, if it is a list.
+        task stores of each batch, usually the logits, is appended to ``stored_parts``, if it is a list.
         """
         right = []
         scores = []
@@ -106,15 +106,15 @@ class Evaluator:
                 target = y.to(self.model.device)
                 logits = predict(self.normalize(x)).logits
                 right.append(self.task.correct(logits, target))
-                kept = self.task.kept(logits, right[-1])
-                if kept_parts is not None:
-                    kept_parts.append(kept)
+                stored = self.task.stored_outputs(logits, right[-1])
+                if stored_parts is not None:
+                    stored_parts.append(stored)
                 scores.append(self.task.predictions(target))
                 if single:
                     losses.append(self.task.losses(logits, target).to(torch.float64) * scores[-1])
                 else:
                     losses.append((self.task.loss(logits, target).to(torch.float64) * scores[-1].sum())[None])
-                tallies.append(self.task.tally(kept, target))
+                tallies.append(self.task.tally(stored, target))
         return torch.cat(right), torch.cat(scores), torch.cat(losses), torch.stack(tallies).sum(0)
 
     def losses(self, v: Tensor, b: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -157,12 +157,12 @@ class Evaluator:
             v: Parameters of the model, ``[d]``.
             b: Buffers of the model, ``[m]``.
         """
-        kept: list[Tensor] | None = [] if self.metrics or self.task.ranked else None
-        right, scores, losses, tally = self._samples(v, b, *self._test, kept_parts=kept)
+        stored: list[Tensor] | None = [] if self.metrics or self.task.ranked else None
+        right, scores, losses, tally = self._samples(v, b, *self._test, stored_parts=stored)
         loss = float(losses.sum() / scores.sum())
         metrics = self.task.measure(tally, loss)
-        if kept is not None:
-            metrics |= self._of_all(kept, self.test[1], "the test set")
+        if stored is not None:
+            metrics |= self._of_all(stored, self.test[1], "the test set")
         return Score(metrics.pop(self.task.scored, mean_accuracy(right, scores)), loss, metrics)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -173,7 +173,7 @@ class Evaluator:
             b: Buffers of the model, ``[m]``.
         """
         logits: list[Tensor] = []
-        self._samples(v, b, *self._test, kept_parts=logits)
+        self._samples(v, b, *self._test, stored_parts=logits)
         return truth_and_scores(self.task, logits, self.test[1])
 
     def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
@@ -187,14 +187,14 @@ class Evaluator:
         arrays = truth_and_scores(self.task, logits, y.to(self.model.device))
         return self.task.measure_all(*arrays).get(self.task.scored, np.nan)
 
-    def _others(self, kept: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
+    def _others(self, stored: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client except the primary metric and the loss."""
-        y = y.to(kept.device)
-        metrics = self.task.measure(self.task.tally(kept, y), loss)
+        y = y.to(stored.device)
+        metrics = self.task.measure(self.task.tally(stored, y), loss)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        metrics |= self._of_all([kept], y, where, defined=False) if self.metrics or self.task.ranked else {}
+        metrics |= self._of_all([stored], y, where, defined=False) if self.metrics or self.task.ranked else {}
         metrics.pop(self.task.scored, None)
-        return metrics | self._intervals(self.task, self.metrics, kept, y)
+        return metrics | self._intervals(self.task, self.metrics, stored, y)
 
     def _intervals(self, task: Task, metric_set: MetricSet, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Compute the intervals of a client's primary metric and objective; NaN if undefined.
@@ -259,26 +259,26 @@ class Evaluator:
         if not evaluated:
             accuracies, losses = self._by_class(v, b, [c.y for c in clients])
             return ClientScores(accuracies, measured_on, losses, who, scored)
-        parts_kept: list[Tensor] | None = [] if each or pooled or self.task.ranked else None
+        stored_parts: list[Tensor] | None = [] if each or pooled or self.task.ranked else None
         inputs = (c.x_test for c in evaluated)  # lazily, so that the inputs of all clients need not fit in memory
         targets = [c.y_test for c in evaluated]
-        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, kept_parts=parts_kept)
+        right, sums_of, summed, tally = self._samples(v, b, inputs, targets, single=True, stored_parts=stored_parts)
         sizes = [len(c.y_test) for c in evaluated]
         parts = zip(*(torch.split(t, sizes) for t in (right, sums_of, summed)), strict=True)
         accuracies, losses = np.array([mean_accuracy_and_loss(*part) for part in parts]).T
-        kept = () if parts_kept is None else torch.split(torch.cat(parts_kept), sizes)
+        stored = () if stored_parts is None else torch.split(torch.cat(stored_parts), sizes)
         if self.task.ranked:
-            accuracies = np.array([self._primary([part], y) for part, y in zip(kept, targets, strict=True)])
+            accuracies = np.array([self._primary([part], y) for part, y in zip(stored, targets, strict=True)])
         others = {}
         pooled_metrics: dict[str, float] = {}
         if each:
-            trios = zip(evaluated, kept, losses.tolist(), strict=True)
+            trios = zip(evaluated, stored, losses.tolist(), strict=True)
             others = metrics_by_name([self._others(part, c.y_test, loss, c.id) for c, part, loss in trios])
         if pooled:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             if self.metrics or self.task.ranked:
                 y = torch.cat(targets).to(self.model.device)
-                pooled_metrics |= self._of_all(kept, y, "the held-out samples of the clients")
+                pooled_metrics |= self._of_all(stored, y, "the held-out samples of the clients")
             if not self.task.ranked:  # otherwise the primary metric of all samples is not a mean over clients
                 pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
@@ -297,17 +297,17 @@ class Evaluator:
             return own.evaluate_client(v, b, client, each)
         if len(client.y_test):
             parts: list[Tensor] | None = [] if each or self.task.ranked else None
-            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, kept_parts=parts)
+            scores = self._samples(v, b, [client.x_test], [client.y_test], single=True, stored_parts=parts)
             accuracy, loss = mean_accuracy_and_loss(*scores[:3])
-            if self.task.ranked:
-                accuracy = self._primary(parts or (), client.y_test)
-            others = self._others(torch.cat(parts or ()), client.y_test, loss, client.id) if each else {}
+            if self.task.ranked and parts:
+                accuracy = self._primary(parts, client.y_test)
+            others = self._others(torch.cat(parts), client.y_test, loss, client.id) if each and parts else {}
             return Score(accuracy, loss, others)
         accuracies, losses = self._by_class(v, b, [client.y])
         return Score(float(accuracies[0]), float(losses[0]))
 
     def client_sums(self, v: Tensor, b: Tensor, client: ClientData) -> tuple[Tensor, list[Tensor]]:
-        """Return sums over a client's held-out samples, and what the task keeps of them, usually logits, in parts.
+        """Return sums over a client's held-out samples, and what the task stores of them, usually logits, in parts.
 
         Args:
             v: Parameters of the model, ``[d]``.
@@ -317,11 +317,11 @@ class Evaluator:
         Returns:
             Number of predictions, correct ones, sum of the losses, and the tally of the task, float64 ``[3 + T]``.
         """
-        kept: list[Tensor] = []
+        stored: list[Tensor] = []
         samples = [client.x_test], [client.y_test]
-        right, scored, losses, tally = self._samples(v, b, *samples, single=True, kept_parts=kept)
+        right, scored, losses, tally = self._samples(v, b, *samples, single=True, stored_parts=stored)
         sums = torch.stack([scored.sum(), (right * scored).sum(), losses.sum()])
-        return torch.cat([sums, tally.reshape(-1).to(torch.float64)]).cpu(), kept
+        return torch.cat([sums, tally.reshape(-1).to(torch.float64)]).cpu(), stored
 
     def client_constants(self, like: ClientScores) -> dict[int, dict[str, float]]:
         """Return each client's metrics of a constant: the class shares, or the mean, of its own training samples.

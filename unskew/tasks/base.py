@@ -78,7 +78,7 @@ class Task(TaskTargets, TaskConstants):
     """Names of the metrics that ``measure`` returns in addition to loss and primary metric."""
 
     shown: ClassVar[tuple[str, ...]] = ()
-    """Those of ``extra_metrics`` that tables show next to the objective."""
+    """Metrics of ``extra_metrics`` that tables list next to the objective."""
 
     lower_is_better: ClassVar[tuple[str, ...]] = ()
     """Metrics, including the loss, whose lowest value over the rounds is reported as the best."""
@@ -242,8 +242,8 @@ class Task(TaskTargets, TaskConstants):
         """Return the number of predictions per sample, ``[B]``; loss and accuracy are means over predictions."""
         return torch.ones(len(y), dtype=torch.float64, device=y.device)
 
-    def kept(self, logits: Tensor, correct: Tensor) -> Tensor:
-        """Return what an evaluation stores of a batch for the metrics of several batches, ``[B, ...]``: the logits.
+    def stored_outputs(self, logits: Tensor, correct: Tensor) -> Tensor:
+        """Return what an evaluation stores of a batch until it computes metrics of all batches, ``[B, ...]``: the logits.
 
         Args:
             logits: Outputs of the model, ``[B, C]``.
@@ -251,14 +251,14 @@ class Task(TaskTargets, TaskConstants):
         """
         return logits
 
-    def tally(self, kept: Tensor, y: Tensor) -> Tensor:
+    def tally(self, stored: Tensor, y: Tensor) -> Tensor:
         """Return the batch statistics that ``measure`` needs; statistics of several batches are added.
 
         Args:
-            kept: Outputs of the model, ``[B, C]``, or what ``kept`` returned for them.
+            stored: Outputs of the model, ``[B, C]``, or what ``stored_outputs`` returned for them.
             y: Targets, ``[B]`` or ``[B, L]``.
         """
-        return kept.new_zeros(0)
+        return stored.new_zeros(0)
 
     def empty_tally(self, classes: int) -> Tensor:
         """Return the tally of no samples, which has the shape of every tally.

@@ -387,13 +387,13 @@ class LanguageModeling(Task):
         """Return the number of targets of each text."""
         return (y >= 0).sum(-1).to(torch.float64)
 
-    def kept(self, logits: Tensor, correct: Tensor) -> Tensor:
+    def stored_outputs(self, logits: Tensor, correct: Tensor) -> Tensor:
         """Return the share of each text's targets that are correct, because there are too many logits to store."""
         return correct
 
-    def tally(self, kept: Tensor, y: Tensor) -> Tensor:
+    def tally(self, stored: Tensor, y: Tensor) -> Tensor:
         """Return the number of exact matches, and of texts with targets, ``[2]``."""
-        matches = (kept == 1) & (y != TRUNCATED).all(-1)
+        matches = (stored == 1) & (y != TRUNCATED).all(-1)
         return torch.stack([matches.sum(), (self.predictions(y) > 0).sum()]).to(torch.float64)
 
     def empty_tally(self, classes: int) -> Tensor:

@@ -17,9 +17,10 @@ COST = ("MB up", "MB down", "seconds")
 
 
 def further_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
-    """Return the metrics in a row or a summary, besides the objective and the loss, that its task always has and shows."""
+    """Return the metrics in a row or a summary, besides the objective and the loss, that its task lists as ``shown``."""
+    objective = objective_metric(row).name
     names = [name for task in TASKS.values() for name in task.shown if name in row]
-    return [metric_info(name) for name in names if name != objective_metric(row).name]
+    return [metric_info(name) for name in names if name != objective]
 
 
 def secondary_metrics(row: Mapping[str, Any]) -> list[MetricInfo]:
