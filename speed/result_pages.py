@@ -1,33 +1,39 @@
 """Generator of tables and numbers in documents, and of ``results/INDEX.md``: ``python -m speed.result_pages``.
 
 Run it in the repository; it reads the stored outcomes. The text between two marks of a page is replaced, and the text around
-them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``::
+them is written by hand. The first mark is one of these, and the second one ``<!-- end -->``.
+
+Papers, generation and advice::
 
     <!-- table: PRESET SCALE -->                tables of a preset
-    <!-- gains: SUITE VIEW METHOD METHOD -->    table of gains of methods over the federations of a benchmark; with OTHER: in
-                                                front of the methods, also on how many federations each is above OTHER
     <!-- generation -->                         table of the costs of generation
-    <!-- decided: SUITE KIND -->                in a sentence: number of decided differences of global models
-    <!-- above: SUITE KIND VIEW METHOD -->      in a sentence: on how many federations a method is above the baseline
-    <!-- budgets: SUITE -->                     in a sentence: effect of larger budgets of tuning
-    <!-- score: VIEW NAME -->                   in a sentence: score of the advice, from its evidence
+    <!-- score: VIEW NAME -->                   score of the advice, from its evidence
 
-The name of a mark is that of a method of ``Pages``, which gets its words.
+Benchmarks (``speed.benchmark_marks``)::
+
+    <!-- gains: SUITE VIEW METHOD METHOD -->         table of the gains of methods over the federations; with OTHER: in
+                                                     front of the methods, also on how many federations each is above OTHER
+    <!-- differences: SUITE VIEW METHOD METHOD -->   table of the differences of methods on each federation of a suite
+    <!-- decided: SUITE KIND -->                     number of decided differences of global models
+    <!-- above: SUITE KIND VIEW METHOD -->           on how many federations a method is above the baseline
+    <!-- tuning: SUITE KIND VIEW -->                 on how many federations tuning the baseline gains
+    <!-- budgets: SUITE -->                          effect of larger budgets of tuning
+    <!-- difference: SUITE VIEW FEDERATION METHOD -->  difference of a method on a federation; after it OTHER: to that method
+    <!-- interval: SUITE VIEW FEDERATION METHOD -->  its interval
+    <!-- mean: SUITE VIEW FEDERATION METHOD -->      mean and standard deviation of a method
+
+The name of a mark is that of a method, which gets its words.
 """
 
 from __future__ import annotations
 
 import json
 import re
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
-from unskew.benchmark.results import FederationResults, View, read_results
-from unskew.benchmark.runner import SuiteRuns
-from unskew.benchmark.statistics import Difference
-from unskew.benchmark.suite import load_suite
+from speed.benchmark_marks import BenchmarkMarks
 from unskew.filesystem import write_atomic
 from unskew.reproduction.outcomes import EARLIER, StoredOutcome, experiment_hash, identity_hash, stored_outcomes
 from unskew.reproduction.preset import load_preset, preset_names
@@ -36,7 +42,6 @@ from unskew.reproduction.study import Line, StudyRuns, load_study, study_names
 from unskew.reproduction.sweep import Sweep
 from unskew.reproduction.tables import footnotes, markdown, table_entries, table_lines
 
-MARK = re.compile(r"(<!-- (table|gains|decided|above|budgets|score|generation)(?:: (.+?))? -->).*?(<!-- end -->)", re.S)
 TABLE = re.compile(r"<!-- table: (\S+) (\w+) -->\n")
 Rows = dict[tuple[str, str], dict[int, str]]
 """Identity hashes of a table's outcomes by column and row, and then by seed."""
@@ -52,7 +57,9 @@ class Pages:
     def __init__(self, root: Path):
         self.results, self.runs = root / "results", root / "results" / "runs"
         self.evidence = root / "unskew" / "diagnosis" / "evidence.json"
-        self._suites: dict[str, list[FederationResults]] = {}
+        own = (self.table, self.generation, self.score)
+        self.marks = {mark.__name__: mark for mark in own} | BenchmarkMarks(self.results / "benchmark").by_name()
+        self.pattern = re.compile(rf"(<!-- ({'|'.join(self.marks)})(?:: (.+?))? -->).*?(<!-- end -->)", re.S)
         self.paths = [*sorted((root / "docs" / "results").glob("*.md")), *(root / "docs").glob("advice.md")]
         stored = stored_outcomes(self.runs)
         self.outcomes = {key: outcome for key, outcome in stored.items() if not key.startswith(EARLIER)}
@@ -66,88 +73,7 @@ class Pages:
 
     def filled(self, page: str) -> str:
         """Return the page with all tables regenerated."""
-        return MARK.sub(
-            lambda mark: f"{mark[1]}{getattr(self, mark[2])(*(mark[3] or '').split())}{mark[4]}",
-            page,
-        )
-
-    def gains(self, suite: str, view: View, *methods: str) -> str:
-        """Return the table of the differences of methods to the baseline over the federations of a suite.
-
-        Args:
-            suite: Name of the suite.
-            view: Global model or clients.
-            *methods: Methods to list, on the federations on which the first one has been run. If the first one ends with a
-                colon, it is a further method with which each is compared.
-        """
-        other, methods = (methods[0][:-1], methods[1:]) if methods[0].endswith(":") else ("", methods)
-        own = [each.differences(view) for each in self.results_of(suite) if methods[0] in each.outcomes]
-        body = []
-        for name in methods:
-            means, verdicts = _means_and_verdicts(own, name)
-            middle = [f"{of(means):+.1f}" if means else "" for of in (statistics.median, statistics.fmean)]
-            counts = [len(means), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
-            row = [f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])]
-            if other:
-                both = [each for each in own if {name, other} <= each.keys()]
-                above = sum(each[name].mean > each[other].mean for each in both)
-                row.append("" if name == other else f"{above} of {len(both)}")
-            body.append(row)
-        header = ["method", "federations", "above FedAvg", "median", "mean", "decided gains", "decided losses"]
-        header += [f"above `{other}`"] if other else []
-        return f"\n\n{markdown(header, body)}\n\n"
-
-    def decided(self, suite: str, kind: str) -> str:
-        """Return a sentence on how many differences of the global models to the baseline are decided.
-
-        Args:
-            suite: Name of the suite.
-            kind: Kind of federations, ``natural`` or ``controlled``.
-        """
-        results = [each for each in self.results_of(suite) if each.federation.kind == kind]
-        verdicts = [difference.verdict for each in results for difference in each.differences("global").values()]
-        gains, losses = map(verdicts.count, ("better", "worse"))
-        return f"{len(verdicts)} differences, of which {gains} are decided gains and {losses} decided losses"
-
-    def above(self, suite: str, kind: str, view: View, method: str) -> str:
-        """Return on how many federations a method is above the baseline, with the median and the decided differences.
-
-        Args:
-            suite: Name of the suite.
-            kind: Kind of federations, ``natural`` or ``controlled``.
-            view: Global model or clients.
-            method: Name of the method.
-        """
-        results = [each.differences(view) for each in self.results_of(suite) if each.federation.kind == kind]
-        means, verdicts = _means_and_verdicts(results, method)
-        notes = [f"median {statistics.median(means):+.1f}"]
-        for verdict, name, ending in (("better", "gain", "s"), ("worse", "loss", "es")):
-            if number := verdicts.count(verdict):
-                notes.append(f"{number} decided {name}{ending if number > 1 else ''}")
-        return f"{sum(mean > 0 for mean in means)} of {len(means)} ({', '.join(notes)})"
-
-    def budgets(self, suite: str) -> str:
-        """Return what larger budgets of tuning changed, for the methods that were also run with the common one.
-
-        Args:
-            suite: Name of the suite.
-        """
-        runs = SuiteRuns(*load_suite(suite), self.results / "benchmark")
-        large = runs.stored()
-        means, same = [], 0
-        for unit, small in runs.with_fewer_trials(repeated=True).items():
-            pair = {"fewer": small, "more": large[unit]}
-            own = FederationResults(runs.federations[unit.federation], pair, {}, "fewer")
-            if len(own.outcomes) == 2:
-                difference = own.differences("clients" if small["personal"] else "global").get("more")
-                if difference is not None:
-                    means.append(difference.mean)
-                    same += small["options"] == large[unit]["options"]
-        return (
-            f"{len(means)} units were run with both budgets; the larger one changed the result by "
-            f"{statistics.median(means):+.1f} points (median) and {statistics.fmean(means):+.2f} (mean), and chose the same "
-            f"options in {same} of them"
-        )
+        return self.pattern.sub(lambda mark: f"{mark[1]}{self.marks[mark[2]](*(mark[3] or '').split())}{mark[4]}", page)
 
     @cached_property
     def _scores(self) -> dict[str, dict[str, float]]:
@@ -163,16 +89,6 @@ class Pages:
         """
         value = self._scores[view][name]
         return f"{value:.0f}" if name == "federations" else f"{100 * value:.0f} %"
-
-    def results_of(self, suite: str) -> list[FederationResults]:
-        """Return the results of a suite's federations.
-
-        Args:
-            suite: Name of the suite.
-        """
-        if suite not in self._suites:
-            self._suites[suite] = read_results(SuiteRuns(*load_suite(suite), self.results / "benchmark"))
-        return self._suites[suite]
 
     def table(self, name: str, scale: str) -> str:
         """Return the tables of a preset.
@@ -279,12 +195,6 @@ class Pages:
 
     def _link(self, text: str, stored: StoredOutcome) -> str:
         return f"[{text}](runs/{stored.path.relative_to(self.runs).as_posix()}#L{stored.line})"
-
-
-def _means_and_verdicts(differences: Sequence[Mapping[str, Difference]], method: str) -> tuple[list[float], list[str]]:
-    """Return the mean differences of a method and their verdicts, on the federations that have them."""
-    found = [own[method] for own in differences if method in own]
-    return [difference.mean for difference in found], [difference.verdict for difference in found]
 
 
 def _run_title(stored: StoredOutcome) -> str:

@@ -34,36 +34,40 @@ def test_the_index_lists_every_scale_of_a_table_that_a_page_shows():
             assert f"`{name}`, scale `{scale}`, shown in [{page.stem}]" in index
 
 
+def stored_lines(suite_name, federation):
+    """Return the line of each method that ran on a federation, with its largest budget."""
+    trials = load_suite(suite_name)[0].trials
+    lines = (ROOT / "results" / "benchmark" / f"{federation}.jsonl").read_text().splitlines()
+    ordered = sorted(map(json.loads, lines), key=lambda line: line["run"]["trials"])
+    return {o["run"]["method"]: o for o in ordered if o["run"]["trials"] >= trials and "summaries" in o}
+
+
+def mean_metrics(lines, personal):
+    """Return each method's mean metric over seeds in points, higher is better, if no seed diverged and all have a value."""
+    means = {}
+    for name, line in lines.items():
+        metric = line["objective"]
+        if personal:
+            metric = f"{'personal' if line['personal'] else 'client'}_{line['client_metric']}_mean"
+        values = [summary.get(metric) for summary in line["summaries"]]
+        if None not in values and not any(summary["diverged"] for summary in line["summaries"]):
+            info = metric_info(line["objective"])
+            means[name] = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1) * np.mean(values)
+    return means
+
+
 def gains_over_fedavg(methods, first, personal, kind=None):
     """Return each method's differences to FedAvg's mean over the seeds of a federation, by federation.
 
-    They are accuracy, R² or errors in points, on the federations on which ``first`` has been run.
+    They are those of the suite ``skew``, on the federations on which ``first`` has been run.
     """
-    suite, federations = load_suite("skew")
     gains = {name: {} for name in methods}
-    for federation in federations:
-        path = ROOT / "results" / "benchmark" / f"{federation.name}.jsonl"
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        own = {}
-        for line in sorted(lines, key=lambda line: line["run"]["trials"]):  # the largest budget counts
-            if line["run"]["trials"] >= suite.trials and "summaries" in line:
-                own[line["run"]["method"]] = line
-        if not {"fedavg", first} <= own.keys() or kind not in (None, federation.kind):
-            continue
-        means = {}
-        for name in {"fedavg", *methods} & own.keys():
-            outcome = own[name]
-            metric = outcome["objective"]
-            if personal:
-                whose = "personal" if outcome["personal"] else "client"
-                metric = f"{whose}_{outcome['client_metric']}_mean"
-            values = [summary.get(metric) for summary in outcome["summaries"]]
-            diverged = any(summary["diverged"] for summary in outcome["summaries"])
-            if None not in values and not diverged:
-                info = metric_info(outcome["objective"])
-                means[name] = (100 if info.percent else 1) * (-1 if info.lower_is_better else 1) * np.mean(values)
-        for name in methods & means.keys():
-            gains[name][federation.name] = means[name] - means["fedavg"]
+    for federation in load_suite("skew")[1]:
+        lines = stored_lines("skew", federation.name)
+        if {"fedavg", first} <= lines.keys() and kind in (None, federation.kind):
+            means = mean_metrics(lines, personal)
+            for name in methods & means.keys():
+                gains[name][federation.name] = means[name] - means["fedavg"]
     return gains
 
 
@@ -93,6 +97,33 @@ def test_counts_within_sentences_are_those_of_the_outcomes(kind, view, method):
     shown = re.search(rf"<!-- above: skew {kind} {view} {method} -->(\d+) of (\d+) \(median (\S+?)[,)]", page)
     assert [int(shown[1]), int(shown[2])] == [sum(gain > 0 for gain in gains), len(gains)]
     assert float(shown[3]) == pytest.approx(np.median(gains), abs=0.0500001)
+
+
+def test_differences_on_single_federations_are_those_of_the_outcomes():
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    marks = re.findall(r"<!-- difference: (.+?) -->(.+?)<!-- end -->", page)
+    for words, shown in marks:
+        suite, view, federation, method, other = [*words.split(), "fedavg"][:5]
+        means = mean_metrics(stored_lines(suite, federation), view == "clients")
+        assert float(shown) == pytest.approx(means[method] - means[other], abs=0.0500001), words
+    assert len(marks) > 10
+
+
+@pytest.mark.parametrize(("suite", "view"), [("cifar10", "global"), ("survival", "clients")])
+def test_tables_of_differences_are_those_of_the_outcomes(suite, view):
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    table = re.search(rf"<!-- differences: {suite} {view} .+? -->\n\n(.+?)\n\n<!-- end -->", page, re.S)[1]
+    header, _, *body = [[cell.strip(" `*") for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    compared = 0
+    for column, federation in list(enumerate(header))[1:]:
+        means = mean_metrics(stored_lines(suite, federation), view == "clients")
+        for name, *cells in body:
+            if name in means:
+                assert float(cells[column - 1]) == pytest.approx(means[name] - means["fedavg"], abs=0.0500001)
+                compared += 1
+            elif not name.startswith(("tuned", "gain")):
+                assert cells[column - 1] in ("", "diverged")
+    assert compared > 15
 
 
 def test_a_page_and_the_index_are_written_from_what_is_there(tmp_path, monkeypatch, capsys):
