@@ -1,5 +1,6 @@
 """Every method on every engine gives the same vector, with BatchNorm, dropout, unequal clients and participation."""
 
+import warnings
 from functools import cache
 
 import pytest
@@ -109,6 +110,26 @@ def test_a_rule_that_cannot_be_mapped_is_trained_client_by_client():
             together = train(Looks(), engine, clients_per_group=3).vector
         assert torch.equal(together, alone)
         assert len([own for own in caught if "one at a time" in str(own.message)]) == 1
+
+
+@pytest.mark.parametrize("method", ["fedavg", "fedsam"])
+@pytest.mark.parametrize(("engine", "group"), [("inline", 1), ("inline", 3), ("processes", 1), ("vectorized", "auto")])
+def test_batch_norm_without_momentum_averages_over_the_steps_of_each_client(engine, group, method):
+    """Its factor is 1 / steps, from an integer buffer that starts at 0 at each client. In one epoch of equal batches, the
+    mean of the batches is that of the client's samples, and the server averages these."""
+    federation = blobs([8, 8, 8])
+    wide = federation.clients[0].x[0].numel()
+    norm = torch.nn.BatchNorm1d(wide, momentum=None, affine=False)
+    model = torch.nn.Sequential(torch.nn.Flatten(), norm, torch.nn.Linear(wide, federation.classes))
+    given = {"rounds": 1, "local_epochs": 1, "batch_size": 4, "precision": "fp64", "clients_per_group": group}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = unskew.run(federation, model=model, method=method, engine=engine, lr=0.1, **given)
+    mean = torch.stack([client.x.double().flatten(1).mean(0) for client in federation.clients]).mean(0)
+    assert_close(found.model.state_dict()["1.running_mean"].double(), mean, TRAINING)
+    assert found.summary["clients_per_group"] == 1
+    said = [str(each.message) for each in caught if "has no effect" in str(each.message)]
+    assert bool(said) == (group == 3)
 
 
 @pytest.mark.parametrize("method", ["fedavg", "scaffold", "fedsam"])

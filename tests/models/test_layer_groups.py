@@ -88,7 +88,13 @@ def test_a_split_beyond_the_model_is_refused():
     ("body", "sentence"),
     [
         ("F.relu(x)", "Several clients are trained as one network."),
+        ("self.drop(x)", "Several clients are trained as one network."),
         ("F.mish(x)", "Several clients are trained at once, but not as one network: mish."),
+        ("x * x.sum().item()", "Clients are trained one after another: vmap:"),
+        (
+            "x * self.count(self.training)",
+            "Clients are trained one after another: integer buffers that training changes.",
+        ),
         (
             "F.dropout(x, training=self.training)",
             "Clients are trained one after another: random numbers other than those of nn.Dropout.",
@@ -99,8 +105,10 @@ def test_how_several_clients_are_trained_is_said(tmp_path, monkeypatch, capsys, 
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "net_of_test", raising=False)
     (tmp_path / "net_of_test.py").write_text(
-        "import torch.nn.functional as F\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
-        "    def __init__(self):\n        super().__init__()\n        self.head = nn.Linear(2, 2)\n\n"
+        "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n\n\nclass Net(nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.head = nn.Linear(2, 2)\n"
+        "        self.drop = nn.Dropout()\n        self.register_buffer('passes', torch.tensor(0))\n\n"
+        "    def count(self, training):\n        self.passes += training\n        return self.passes\n\n"
         f"    def forward(self, x):\n        return self.head({body})\n"
     )
     said = call(capsys, "models", "net_of_test:Net", "--shape", "2", "--classes", "2").out

@@ -57,6 +57,30 @@ def test_it_looks_at_all_that_clients_hold_out_and_at_nothing_else(digits):
     assert result.history[-1]["validation_loss"] == near(float(loss.detach()), TRAINING)
 
 
+@pytest.mark.parametrize("objective", ["auto", "perplexity"])
+def test_texts_count_by_their_tokens(objective):
+    """The first client's texts have one target each, those of the second, which it predicts, eleven."""
+    rng = np.random.default_rng(0)
+    texts = np.concatenate([np.full((40, 1), 6), rng.integers(0, 7, (40, 11))], 1)
+    texts[20:, 1:] = 2
+    following = np.roll(texts, -1, 1)
+    following[:, -1] = -1
+    following[:20, 1:] = -1
+    parts = [(texts[:20], following[:20]), (texts[20:], following[20:])]
+    data = unskew.Federation.from_arrays(parts, parts[0], task="language", holdout=0.5)
+    options = {**SETTINGS, "rounds": 2, "early_stopping": 2, "objective": objective}
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 8), torch.nn.Linear(8, 7))
+    result = unskew.run(data, **{**options, "model": model})
+    x, y = (torch.cat([getattr(client, name) for client in data.clients]) for name in ("x_test", "y_test"))
+    logits = result.model.double()(x)
+    loss = float(torch.nn.functional.cross_entropy(logits.mT, y, ignore_index=-1).detach())
+    right = (logits.argmax(-1) == y)[y >= 0].double().mean()
+    last = result.history[-1]
+    assert last["validation_loss"] == near(loss, TRAINING)
+    assert last["validation_accuracy"] == near(float(right), FEW)
+    assert last.get("validation_perplexity", np.exp(loss)) == near(np.exp(loss), TRAINING)
+
+
 def test_a_run_that_was_stopped_in_between_ends_at_the_same_round(digits, tmp_path):
     class Stop(Callback):
         def round(self, row):

@@ -308,6 +308,8 @@ def test_methods_of_a_comparison_may_have_fields_of_their_own_but_not_other_data
     assert repeat_commands(part)[0].startswith(
         f"unskew compare {files[0]} {files[1]} --seeds 0 --no-references --target"
     )
+    for target, shown in ((0.25, "0.25"), (19 / 36, repr(19 / 36))):  # six digits would be below or above the target
+        assert repeat_commands(replace(part, target=target))[0].endswith(f" --target {shown}")
     for each, words in (
         ({"fedprox": {"clients": 4}}, "same data, but clients is 3"),
         ({"moon": {"lr": 1}}, "'moon'"),

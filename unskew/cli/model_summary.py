@@ -6,15 +6,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from unskew.config.loader import experiment, set_field
 from unskew.errors import ConfigError
-from unskew.models.grouped.context import group_form, grouped_form_or_reason
+from unskew.models.execution import Batch, FunctionalModel
+from unskew.models.grouped.context import MappedModel, group_form, grouped_form_or_reason, use_grouped
 from unskew.models.layer_groups import layer_groups, split_at_depth
 from unskew.models.names import HUB, split_models
 from unskew.models.registry import MODELS, resolve_model
 from unskew.models.spec import ModelSpec
-from unskew.models.user_modules import random_draws
+from unskew.models.user_modules import describe_error
 
 LARGEST = 1 << 24
 """Maximum side length of an input and number of classes, to avoid running out of memory."""
@@ -22,12 +24,37 @@ LARGEST = 1 << 24
 
 def grouping_note(spec: ModelSpec) -> str:
     """Return a message on how several clients with this model are trained on a CPU."""
-    form, why = grouped_form_or_reason(spec)
-    if form is not None:
+    grouped, why = grouped_form_or_reason(spec)
+    if grouped is not None:
         return "Several clients are trained as one network."
-    if group_form(spec) is not None:
-        return f"Several clients are trained at once, but not as one network: {why}."
-    return f"Clients are trained one after another: {why}."
+    form = group_form(spec)
+    unmapped = "" if form is None else mapping_error(spec, form)
+    if form is None or unmapped:
+        return f"Clients are trained one after another: {unmapped or why}."
+    return f"Several clients are trained at once, but not as one network: {why}."
+
+
+def mapping_error(spec: ModelSpec, form: MappedModel) -> str:
+    """Return why PyTorch cannot map a gradient of the model over clients, or an empty text if it can.
+
+    Args:
+        spec: Layout of the model.
+        form: Form in which several clients are trained.
+    """
+
+    def step(v: Tensor, b: Tensor, x: Tensor, key: Tensor) -> Tensor:
+        model = FunctionalModel(spec, b)
+        slope = model.gradient(lambda v, batch: model(v, batch.x).logits.square().mean())
+        return slope(v, Batch(x, x, key, torch.tensor(0)))
+
+    x = torch.zeros(2, 2, *spec.shape, dtype=spec.input_dtype or spec.dtype)
+    v, b = (t.expand(2, -1) for t in (spec.flatten(), spec.flatten_buffers()))
+    try:
+        with use_grouped(spec, form):
+            torch.func.vmap(step)(v, b, x, torch.arange(2))
+    except Exception as error:  # a layer may raise any error
+        return describe_error(error)
+    return ""
 
 
 def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequence[str]) -> ModelSpec:
@@ -66,7 +93,7 @@ def model_spec(model: str, shape: str | None, classes: int | None, sets: Sequenc
     module = resolve_model(config.model, sides, count, options, task)
     ids = torch.int64 if texts else None
     spec = ModelSpec(module, sides, count, config.head, input_dtype=ids, per_token=per_token)
-    spec.draws_globally, spec.unseeded_layer = random_draws(module, torch.zeros(2, *sides, dtype=spec.input_dtype))
+    spec.inspect_training(torch.zeros(2, *sides, dtype=spec.input_dtype))
     return spec
 
 

@@ -1,4 +1,4 @@
-"""Resolution of ``auto``: engine, number of workers, and number of clients per grouped network."""
+"""Resolution of ``auto``: engine, number of workers, and number of clients that are trained at once."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class EngineChoice:
     Attributes:
         engine: Name of the engine, not ``auto``.
         workers: Number of worker processes of ``processes``.
-        clients_per_group: Number of clients that are trained as one network.
+        clients_per_group: Number of clients that are trained at once.
         decided: ``given`` by the user, by a ``rule``, or ``measured``.
         threads: Number of threads of ``inline``; None for PyTorch's.
         trial: Predicted seconds of a round for each measured candidate.
@@ -115,7 +115,7 @@ class EngineRequest:
     Attributes:
         engine: Name of an engine, or ``auto``.
         workers: Number of worker processes, or None.
-        clients_per_group: Number of clients per grouped network, or ``auto``.
+        clients_per_group: Number of clients that are trained at once, or ``auto``.
         address: Address of a Ray cluster, or None.
     """
 
@@ -166,11 +166,10 @@ def choose_engine(
     cluster = request.engine == "auto" and request.address is not None
     if cluster or parse_engine(request.engine)[0] not in BUILT_IN:
         # Not measured: nodes differ, and bits must not depend on who trains a client.
-        clients_per_group = min(request.clients_per_group, cohort) if isinstance(request.clients_per_group, int) else 1
         return EngineChoice(
             "ray" if cluster else request.engine,
             request.workers or 0,
-            clients_per_group,
+            _group_asked_for(request, setup, cohort),
             decided="given",
             asked=request.identity,
         )
@@ -191,7 +190,7 @@ def choose_engine(
         engine = by_rule if request.engine == "auto" else request.engine
         return EngineChoice(engine, 1, asked=request.identity)
     engine = engine_by_rule("cpu", workers) if request.engine == "auto" else request.engine
-    group = min(request.clients_per_group, cohort) if isinstance(request.clients_per_group, int) else 1
+    group = _group_asked_for(request, setup, cohort)
     decided: Literal["rule", "given"] = "rule" if "auto" in request.identity else "given"
     plain = EngineChoice(engine, workers, group, decided=decided, asked=request.identity)
     open_ended = request.engine == "auto" or (request.engine == "processes" and request.clients_per_group == "auto")
@@ -204,6 +203,20 @@ def choose_engine(
     if folder is not None:
         write_model(folder / FILE, choice)
     return choice
+
+
+def _group_asked_for(request: EngineRequest, setup: EngineConfig, cohort: int) -> int:
+    """Return the number of clients per group that the user gave, at most the cohort; 1 with ``auto``."""
+    if not isinstance(request.clients_per_group, int):
+        return 1
+    group = min(request.clients_per_group, cohort)
+    if group > 1 and setup.trains_alone and not setup.spec.others:  # with others, the engine raises an error
+        setup.warn(
+            f"clients_per_group={request.clients_per_group} has no effect, because with this model or method clients are "
+            "trained one at a time."
+        )
+        return 1
+    return group
 
 
 def engine_by_rule(device: str, workers: int) -> str:

@@ -169,7 +169,7 @@ class DPSGD(ClientRule):
         if self.noise == 0:
             check_no_effect(self, ("epsilon",), "with noise=0, which gives no privacy")
         mixing = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in run.spec.module.modules())
-        if mixing or run.spec.buffer_sizes:
+        if mixing or run.spec.buffer_sizes or run.spec.counts:
             raise ConfigError(
                 "dpsgd needs a model that treats each sample separately, but this one has BatchNorm or other buffers. Use a "
                 "model with GroupNorm or without normalization."

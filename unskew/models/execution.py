@@ -113,7 +113,9 @@ class BoundModel:
         for name, view in spec.buffers(self.b).items():
             owner, _, attribute = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[attribute] = view
-        self._counters = [(b, spec.counters[n].clone()) for n, b in self.module.named_buffers() if n in spec.counters]
+        self._counters = [
+            (n, b, spec.counters[n].clone()) for n, b in self.module.named_buffers() if n in spec.counters
+        ]
         self._features = torch.empty(0)
         self.module.get_submodule(spec.head_name).register_forward_pre_hook(self._capture)
         self._once = _LastOutput()
@@ -131,12 +133,12 @@ class BoundModel:
         """
         self._switch(train)
         self.b.copy_(b)
-        for counter, initial in self._counters:
+        for _, counter, initial in self._counters:
             counter.copy_(initial)
 
     def mutable_state(self) -> dict[str, Tensor]:
         """Return the buffers ``[m]`` and the step counters, not copied."""
-        return {"b": self.b, **{f"counter-{n}": counter for n, (counter, _) in enumerate(self._counters)}}
+        return {"b": self.b, **{f"counter-{n}": counter for n, (_, counter, _) in enumerate(self._counters)}}
 
     def restore(self, state: dict[str, Tensor]) -> None:
         """Restore the result of ``mutable_state``."""
@@ -155,27 +157,41 @@ class BoundModel:
             return shared
         if v is not self.leaf:
             return self._once.put(v, x, track, self._at(v, x, track))
-        before = None if track else self.b.clone()
+        before = None if track else (self.b.clone(), self._counts())
         with self._precision:
             output = ModelOutput(self.module(x).to(v.dtype), self._features)
         if before is not None:
             # Use .data: a versioned write would make autograd raise an error for buffers that it saved but does not use.
-            self.b.data.copy_(before)
+            self.b.data.copy_(before[0])
+            self._set_counts(before[1])
         return self._once.put(v, x, track, output)
 
     def _at(self, v: Tensor, x: Tensor, track: bool) -> ModelOutput:
         """Compute training-mode outputs at another vector, with the dropout keys and buffers of this model."""
         buffers = {name: view.clone() for name, view in self.spec.buffers(self.b).items()}
+        counts = self._counts()
         other = self.spec.stream
         if other is not None and self.stream is not None:
             other.key, other.calls = self.stream.key, self.stream.calls
-        output = self.spec.forward(v, buffers, x, train=True)
+        output = self.spec.forward(v, {**buffers, **counts}, x, train=True)
         if other is not None and self.stream is not None:
             self.stream.calls = other.calls
             other.start(None)
         if track and buffers:
             self.b.data.copy_(torch.cat([view.reshape(-1) for view in buffers.values()]))
+        if track:
+            self._set_counts(counts)
         return output
+
+    def _counts(self) -> dict[str, Tensor]:
+        """Return copies of the counters that outputs may depend on."""
+        return {name: counter.clone() for name, counter, _ in self._counters} if self.spec.counts else {}
+
+    def _set_counts(self, counts: dict[str, Tensor]) -> None:
+        """Set the counters to the result of ``_counts``."""
+        if counts:
+            for name, counter, _ in self._counters:
+                counter.copy_(counts[name])
 
     def predict(self, v: Tensor, b: Tensor) -> Callable[[Tensor], ModelOutput]:
         """Return the model in eval mode at ``v`` and ``b`` as a function of inputs, without gradients.

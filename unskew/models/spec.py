@@ -20,7 +20,7 @@ from torch.func import functional_call
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
-from unskew.models.user_modules import convert_dtype, copy_module, describe_error
+from unskew.models.user_modules import convert_dtype, copy_module, describe_error, inspect_training
 
 T = TypeVar("T")
 
@@ -103,6 +103,8 @@ class ModelSpec:
         draws_globally: Whether a pass in training mode draws from global generators, so that clients are trained one at a
             time, each with seeds of its own.
         unseeded_layer: Layer whose random numbers no seed determines, or None.
+        counts: Whether a pass in training mode changes an integer buffer that outputs may depend on, so that clients are
+            trained one at a time.
         others: Further architectures, if clients have models of different ones.
     """
 
@@ -126,6 +128,7 @@ class ModelSpec:
     grouped_model: GroupedForm | None
     draws_globally: bool
     unseeded_layer: str | None
+    counts: bool
     others: tuple[ModelSpec, ...] = ()
 
     def __init__(
@@ -153,7 +156,7 @@ class ModelSpec:
         self.autocast, self.per_token, self.per_pixel = autocast, per_token, per_pixel
         self.blocks = getattr(module, "blocks", None)
         self.grouped_model = None
-        self.draws_globally, self.unseeded_layer = False, None
+        self.draws_globally, self.unseeded_layer, self.counts = False, None, False
         self.intensities = bool(getattr(module, "intensities", False))
         if autocast:
             for module in self.module.modules():
@@ -180,6 +183,19 @@ class ModelSpec:
             raise ConfigError(f"The head {head!r} has no trainable parameters.")
         beginnings = (self._prefix,) if self.head_trains else last_layer(self.layers, self.blocks)
         self.parts = split_parts(self.names, self.sizes, beginnings)
+
+    def inspect_training(self, x: Tensor) -> None:
+        """Find what a pass in training mode draws and counts, and store it.
+
+        Args:
+            x: Model inputs of at least two samples.
+
+        Raises:
+            ConfigError: If the model raises an error in training mode.
+        """
+        with self.precision(x.device):
+            found = inspect_training(self.module, x)
+        self.draws_globally, self.unseeded_layer, self.counts = found.draws_globally, found.unseeded_layer, found.counts
 
     def _trace(self) -> tuple[list[str], list[str]]:
         """Run a forward pass on zeros to validate shapes; returns names of layers and of modules in order of first use."""
@@ -311,7 +327,7 @@ class ModelSpec:
         Args:
             v: Parameters, ``[d]``; differentiable.
             b: Buffers, ``[m]``, which are not changed; or a dictionary of tensors, which a forward pass in training mode
-                updates in place.
+                updates in place. Integer buffers that it lacks are the initial ones.
             x: Inputs, ``[B, ...]``.
             train: Training mode (batch statistics, dropout) or eval mode.
         """
@@ -325,7 +341,11 @@ class ModelSpec:
             lambda _m, args: captured.append(args[0])
         )
         buffers = {n: t.clone() for n, t in self.buffers(b).items()} if isinstance(b, Tensor) else b
-        tensors = {**self.parameters(v), **buffers, **{n: c.clone() for n, c in self.counters.items()}}
+        tensors = {
+            **self.parameters(v),
+            **{n: c.clone() for n, c in self.counters.items() if n not in buffers},
+            **buffers,
+        }
         try:
             with self.precision(x.device):
                 logits = functional_call(self.module, tensors, (x,))

@@ -1,4 +1,4 @@
-"""Modules of users: copies of them, errors of their code, and the random numbers that they draw."""
+"""Modules of users: copies of them, errors of their code, and what they draw and count in training."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import pickle
 import random
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -77,16 +78,27 @@ def describe_error(error: BaseException) -> str:
     return f"{text} ({own[-1][0].name}, line {own[-1][1]})" if own else text
 
 
-def random_draws(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
-    """Run a module twice in training mode with equal seeds, to find the random numbers that it draws.
+@dataclass(frozen=True)
+class TrainingPass:
+    """What a pass of a module in training mode does besides its outputs.
+
+    Attributes:
+        draws_globally: Whether it draws from the global generators of PyTorch, NumPy or Python.
+        unseeded_layer: First layer whose outputs differ although these generators were seeded equally, or None.
+        counts: Whether it changes an integer buffer that outputs may depend on, such as a number of steps.
+    """
+
+    draws_globally: bool
+    unseeded_layer: str | None
+    counts: bool
+
+
+def inspect_training(module: nn.Module, x: Tensor) -> TrainingPass:
+    """Run a module twice in training mode with equal seeds, to find the random numbers that it draws and what it counts.
 
     Args:
         module: The module, which is not changed.
         x: Model inputs of at least two samples.
-
-    Returns:
-        Whether the module draws from the global generators of PyTorch, NumPy or Python; and the first layer whose outputs
-        differ although these generators were seeded equally, or None.
 
     Raises:
         ConfigError: If the module raises an error in training mode.
@@ -101,7 +113,8 @@ def random_draws(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
         if name and not list(layer.children()):
             label = f"the layer {name} ({type(layer).__name__})"
             layer.register_forward_hook(lambda _m, _i, output, label=label: listen(label, output))
-    draws = False
+    draws = counts = False
+    unused = _unused_counters(module)
     for _ in range(2):
         passes.append([])
         tensors = {name: b.clone() for name, b in module.named_buffers()}
@@ -112,10 +125,23 @@ def random_draws(module: nn.Module, x: Tensor) -> tuple[bool, str | None]:
             except Exception as error:
                 raise ConfigError(f"The model raises an error in training mode: {describe_error(error)}.") from error
             draws = draws or _global_states() != before
+        counts = counts or any(
+            not b.is_floating_point() and name not in unused and not torch.equal(tensors[name], b)
+            for name, b in module.named_buffers()
+        )
     for (label, first), (_, second) in zip(*passes, strict=False):
         if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=False)):
-            return draws, label
-    return draws, None
+            return TrainingPass(draws, label, counts)
+    return TrainingPass(draws, None, counts)
+
+
+def _unused_counters(module: nn.Module) -> set[str]:
+    """Return the names of the counters of BatchNorm layers that have a momentum, and therefore do not use them."""
+    return {
+        f"{name}.num_batches_tracked" if name else "num_batches_tracked"
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.modules.batchnorm._BatchNorm) and layer.momentum is not None
+    }
 
 
 def _global_states() -> bytes:

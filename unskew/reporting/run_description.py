@@ -123,7 +123,8 @@ def repeat_commands(part: RunGroup) -> list[str]:
     else:  # each method has its own fields, as after tuning
         words = ["unskew", "compare", *files, *which]
     words += [] if len(series) < len(part.series) else ["--no-references"]
-    return [shlex.join([*words, "--target", f"{part.target:g}"])]
+    short = f"{part.target:g}"
+    return [shlex.join([*words, "--target", short if float(short) == part.target else repr(part.target)])]
 
 
 def same_comparison(configs: Iterable[dict[str, Any]]) -> bool:

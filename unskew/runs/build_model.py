@@ -20,7 +20,7 @@ from unskew.models.names import split_models
 from unskew.models.registry import ModelLike as OneModel
 from unskew.models.registry import resolve_model
 from unskew.models.spec import ModelSpec
-from unskew.models.user_modules import copy_module, random_draws
+from unskew.models.user_modules import copy_module
 from unskew.models.zoo.hf_wrappers import CausalLM
 from unskew.protocol.rules import Method
 from unskew.seeding import derive
@@ -130,8 +130,7 @@ def _build_spec(
                 spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
     normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, torch.device("cpu"))
     sample = normalize(x[:2].cpu()) if len(x) > 1 else torch.zeros(2, *spec.shape, dtype=spec.input_dtype)
-    with spec.precision(sample.device):
-        spec.draws_globally, spec.unseeded_layer = random_draws(spec.module, sample)
+    spec.inspect_training(sample)
     return spec
 
 

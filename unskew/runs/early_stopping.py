@@ -38,6 +38,7 @@ class EarlyStopping:
         self.config = config
         self.evaluator = evaluator
         self.history = history
+        self._counts: np.ndarray | None = None
         self.metrics = metrics
         self.objective = metrics.objective
         self.score = validation_metric_name(self.objective.name)
@@ -63,8 +64,8 @@ class EarlyStopping:
         """Compute validation metrics on the evaluated clients' held-out samples.
 
         These are ``validation_accuracy`` (or another primary metric), ``validation_loss`` and the objective. Each held-out
-        sample has the same weight, and a ranking is one of the samples of all clients; the objective ``worst_client`` is the
-        primary metric of the worst client.
+        sample (of texts, each token) has the same weight, and a ranking is one of the samples of all clients; the objective
+        ``worst_client`` is the primary metric of the worst client.
         """
         if not (self.selects or self.worst):
             return {}
@@ -78,13 +79,21 @@ class EarlyStopping:
         worst = {WORST: float(scores.accuracies[known].min()) if known.any() else np.nan} if self.worst else {}
         if not self.selects:
             return worst
-        sizes = np.array([len(self.evaluator.federation.clients[int(k)].y_test) for k in scores.ids])
-        mean = float(np.average(scores.accuracies[known], weights=sizes[known])) if known.any() else np.nan
+        weights = self._predictions(scores.ids)
+        mean = _mean(scores.accuracies[known], weights[known]) if known.any() else np.nan
         return {
             f"validation_{scored}": scores.pooled.get(scored, mean),
-            "validation_loss": float(np.average(scores.losses, weights=sizes)),
+            "validation_loss": _mean(scores.losses, weights),
             **({self.score: scores.pooled[name]} if others else worst),
         }
+
+    def _predictions(self, ids: np.ndarray) -> np.ndarray:
+        """Return the number of predictions on each client's held-out samples; the clients are those of every round."""
+        if self._counts is None:
+            evaluator = self.evaluator
+            held_out = (evaluator.federation.clients[int(k)].y_test for k in ids)
+            self._counts = np.array([float(evaluator.task.predictions(y).sum()) for y in held_out])
+        return self._counts
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -115,6 +124,11 @@ class EarlyStopping:
             **{f"{name}_at_validation_round": value for name, value in judging.items()},
             "max_rounds": self.config.rounds,
         }
+
+
+def _mean(values: np.ndarray, weights: np.ndarray) -> float:
+    """Return the weighted mean; 0 if all weights are 0."""
+    return float(values @ weights / max(1.0, weights.sum()))
 
 
 class BestModelKeeper:

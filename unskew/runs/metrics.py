@@ -111,9 +111,7 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     if base_name in task.requestable and base_name not in known:
         known.append(base_name)
     index = 1 if config.positive is None else names.index(config.positive)
-    # Tokens of a text are not independent.
-    possible_intervals = () if task.tokens else (task.scored, name)
-    with_intervals = tuple(dict.fromkeys(metric for metric in possible_intervals if metric not in (WORST, *own)))
+    with_intervals = task.names_with_intervals(entry for entry in (task.scored, name) if entry not in (WORST, *own))
     computed = MetricSet(tuple(known), own, tuple(names), index, task.weights, with_intervals)
     directions = {entry: metric_direction(f) for entry, f in own.items()}
     positive = names[index] if two_classes else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -125,6 +125,14 @@ class Task(TaskTargets, TaskConstants):
             objective: Name of the objective.
         """
         return self.scored if objective in (self.judged_by, WORST) else objective
+
+    def names_with_intervals(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return those of some metrics that have intervals, each once: by default all.
+
+        Args:
+            names: Names of metrics.
+        """
+        return tuple(dict.fromkeys(names))
 
     @property
     def unweighted(self) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -336,6 +336,10 @@ class LanguageModeling(Task):
     def judged_by(self) -> str:
         """Loss, because the accuracy of next tokens changes little while a model improves."""
         return "loss"
+
+    def names_with_intervals(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Return no names, because the tokens of a text are not independent."""
+        return ()
 
     def read(self, y: Tensor, who: str) -> Tensor:
         """Return the token ids ``[n, L]`` as int64, -1 for positions without a target."""

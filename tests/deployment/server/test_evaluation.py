@@ -3,9 +3,11 @@
 import json
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from support.running import call
 from support.sites import TINY, LoopPlace, deployed
 
@@ -15,8 +17,10 @@ from unskew.data.load import load_partitioned
 from unskew.deployment.common.audit_log import read_events
 from unskew.deployment.flower.superlinks import RunLocation
 from unskew.deployment.server.evaluation import EvaluationPlan, evaluate_run
+from unskew.deployment.site.evaluation import every_metric
 from unskew.deployment.site.process import SiteProcess
 from unskew.errors import ConfigError
+from unskew.models.spec import ModelSpec
 from unskew.serving.load import load_predictor
 from unskew.simulation.evaluate import Evaluator
 
@@ -253,6 +257,19 @@ def test_a_regression_is_evaluated_with_the_scale_of_the_run(tmp_path):
         for name in ("r2", "loss", "mae", "rmse"):
             assert found[name] == pytest.approx(client[name], rel=1e-6), name
     assert all(row["low"] < row["value"] < row["high"] and row["support"] == {} for row in rows)
+
+
+def test_language_models_have_no_intervals():
+    """The tokens of a text are not independent."""
+    texts = np.arange(40).reshape(10, 4) % 7
+    parts = [(texts[:, :-1], texts[:, 1:])] * 2
+    data = unskew.Federation.from_arrays(parts, parts[0], task="language", classes=7, holdout=0.5)
+    metric_set = every_metric(SimpleNamespace(original=data, config=experiment({})), 0.9)
+    model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 7))
+    spec = ModelSpec(model, (3,), 7, input_dtype=torch.int64, per_token=True)
+    evaluator = Evaluator(spec, data, data.objective, torch.device("cpu"), metric_set)
+    score = evaluator.evaluate_client(spec.flatten(), spec.flatten_buffers(), data.clients[0], each=True)
+    assert {*score.metrics} == {"perplexity", "exact_match"}
 
 
 def test_the_command_prints_tables_or_json(again, monkeypatch, capsys):

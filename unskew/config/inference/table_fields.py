@@ -213,8 +213,10 @@ def _set_partition(inferred: InferredConfig, owners: ClientColumns, distinct: Ma
     date = next((c for c in dates if distinct[c] > 1 and not table.column(c).null_count), None)
     if date is not None:
         group = inferred.values.get("split_by")
-        split = f"{group},time:{quote(date)}" if group else f"time:{quote(date)}"
-        inferred.commented["partition"] = {"split_by": split}, "evaluates on the newest rows, not on random ones"
+        after, split, why = "partition", f"time:{quote(date)}", "evaluates on the newest rows, not on random ones"
+        if group:
+            after, split, why = "split_by", f"{group},{split}", f"instead of the line above: {why}"
+        inferred.commented[after] = {"split_by": split}, why
     if owners.others:
         gaps = {c: table.column(c).null_count for c in owners.others}
         listed = ", ".join(

@@ -37,6 +37,7 @@ from unskew.simulation.personal_models import has_fine_tuning, has_personal_mode
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.samplers.poisson import PoissonSampler
 from unskew.sums.base import HeldOutScores
+from unskew.tasks.base import Task
 from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import LEVEL
 from unskew.tasks.metrics import TWO_CLASSES, MetricSet
@@ -158,7 +159,7 @@ class SiteEvaluation:
         for label, count in zip(federation.names, support, strict=False):
             if not count.isdigit():  # the number of samples could follow from the value
                 metrics = {key: value for key, value in metrics.items() if not is_recall(key, label)}
-        names = [name for name in metric_set.with_intervals if name in metrics]
+        names = [name for name in metric_names(federation.objective, metric_set) if name in metrics]
         config = {"client": work.site.client, "num_samples": len(y), "support": support, "metrics": names}
         return Frame("scored", config, metrics, encode_record("model", {"v": v, "b": b}) if name == "local" else {})
 
@@ -241,7 +242,7 @@ def held_out_scores(work: SiteTrainer, v: Tensor, b: Tensor) -> HeldOutScores:
 
 
 def every_metric(work: SiteTrainer, level: float) -> MetricSet:
-    """Return all metrics of the experiment's task, with intervals.
+    """Return all metrics of the experiment's task, with intervals where it has them.
 
     Args:
         work: Trainer of the experiment.
@@ -252,8 +253,17 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
     names = [name for name in task.requestable if name not in left_out]
     config = work.config.model_copy(update={"metrics": tuple(names), "objective": AUTO})
     computed = run_metrics(config, federation).computed
-    intervals = (task.scored, "loss", *task.extra_metrics, *task.metric_names(computed))
-    return replace(computed, with_intervals=tuple(dict.fromkeys(intervals)), level=level)
+    return replace(computed, with_intervals=task.names_with_intervals(metric_names(task, computed)), level=level)
+
+
+def metric_names(task: Task, computed: MetricSet) -> tuple[str, ...]:
+    """Return the names of all metrics of a task, each once.
+
+    Args:
+        task: The task.
+        computed: Metrics that are computed from predictions.
+    """
+    return tuple(dict.fromkeys((task.scored, "loss", *task.extra_metrics, *task.metric_names(computed))))
 
 
 def is_recall(key: str, label: str) -> bool:

@@ -70,6 +70,8 @@ class GroupedModel(MappedModel):
             raise UnsupportedLayerError("precision bf16")
         if spec.draws_globally:
             raise UnsupportedLayerError("random numbers other than those of nn.Dropout")
+        if spec.counts:
+            raise UnsupportedLayerError("integer buffers that training changes")
         self.spec = spec
         self.twins = {train: GroupedNetwork(spec, train) for train in (True, False)}
         self.norms = [m for m in spec.module.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -134,10 +136,11 @@ def _with_keys(spec: ModelSpec, keys: list[Tensor], v: Tensor, b: Tensor, x: Ten
 def trains_alone(spec: ModelSpec) -> bool:
     """Return whether clients are trained one at a time.
 
-    One client of a pretrained model fills a device, and random numbers that a model draws itself would differ in a mapping.
+    One client of a pretrained model fills a device. Random numbers that a model draws itself would differ in a mapping, and
+    integer buffers are no part of what is mapped.
     """
     pretrained = any(type(part).__module__.startswith("transformers.") for part in spec.module.modules())
-    return pretrained or spec.draws_globally
+    return pretrained or spec.draws_globally or spec.counts
 
 
 def group_form(spec: ModelSpec, check: bool = True) -> MappedModel | None:
