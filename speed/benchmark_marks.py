@@ -90,7 +90,7 @@ class BenchmarkMarks:
         results = self.results_of(suite)
         percent = ", %" if all(own.metric.percent for own in results) else ""
         baseline = results[0].baseline
-        body = [[f"tuned `{baseline}`{percent}", *(mean_and_std(own.values(view)[baseline]) for own in results)]]
+        body = [[f"tuned `{baseline}`{percent}", *(_mean_and_std(own, view, baseline) for own in results)]]
         body.append(["gain by tuning", *(_cell(own.tuning_gain(view)) for own in results)])
         for name in methods:
             cells = []
@@ -194,7 +194,7 @@ class BenchmarkMarks:
             federation: Name of the federation.
             method: Name of the method or reference.
         """
-        return mean_and_std(self.federation(suite, federation).values(view)[method])
+        return _mean_and_std(self.federation(suite, federation), view, method)
 
 
 def _difference(results: FederationResults, view: View, method: str, other: str = "") -> Difference | None:
@@ -204,6 +204,11 @@ def _difference(results: FederationResults, view: View, method: str, other: str 
         return results.differences(view).get(method)
     values = {name: own for name, own in results.values(view).items() if name in (method, other)}
     return paired_differences(values, other, results.metric.lower_is_better)[method] if len(values) == 2 else None
+
+
+def _mean_and_std(results: FederationResults, view: View, method: str) -> str:
+    values = results.values(view).get(method)
+    return "diverged" if values is None else mean_and_std(values)
 
 
 def _cell(difference: Difference | None, tested: bool = True) -> str:

@@ -59,7 +59,9 @@ class Pages:
         self.evidence = root / "unskew" / "diagnosis" / "evidence.json"
         own = (self.table, self.generation, self.score)
         self.marks = {mark.__name__: mark for mark in own} | BenchmarkMarks(self.results / "benchmark").by_name()
-        self.pattern = re.compile(rf"(<!-- ({'|'.join(self.marks)})(?:: (.+?))? -->).*?(<!-- end -->)", re.S)
+        self.pattern = re.compile(
+            rf"(<!-- ({'|'.join(self.marks)})(?:: ([^>]+?))? -->)(?:(?!<!--).)*(<!-- end -->)", re.S
+        )
         self.paths = [*sorted((root / "docs" / "results").glob("*.md")), *(root / "docs").glob("advice.md")]
         stored = stored_outcomes(self.runs)
         self.outcomes = {key: outcome for key, outcome in stored.items() if not key.startswith(EARLIER)}
@@ -72,7 +74,7 @@ class Pages:
         return {p: text for p, text in texts.items() if not p.is_file() or p.read_text(encoding="utf-8") != text}
 
     def filled(self, page: str) -> str:
-        """Return the page with all tables regenerated."""
+        """Return the page with all tables regenerated; of two first marks in a row, the first one is left alone."""
         return self.pattern.sub(lambda mark: f"{mark[1]}{self.marks[mark[2]](*(mark[3] or '').split())}{mark[4]}", page)
 
     @cached_property

@@ -1,6 +1,7 @@
 """What a run says of single clients: their names, their data, and what the model is worth to each."""
 
 import json
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -20,7 +21,9 @@ from unskew.plots.curves import plot_clients_by_class
 from unskew.plots.figure import literal_text
 from unskew.runs import summary
 from unskew.simulation.aggregator import SkippedUpdates
+from unskew.simulation.client_scores import ClientScores
 from unskew.simulation.run_warnings import nonfinite_update_warning
+from unskew.tasks.primary_metric import metric_info
 
 NAMES = ("North [x]", "St. Mary's", "$5", "East")
 draws = np.random.default_rng(0)
@@ -248,3 +251,13 @@ def test_data_that_a_rule_changes_are_counted_as_they_were():
     fed = blobs([8, 9])
     rows = train(fed, method="vhl").clients
     assert [(row["samples"], row["num_held_out"]) for row in rows] == [(8, 0), (9, 0)]
+
+
+def test_a_metric_that_clients_do_not_report_is_not_called_undefined():
+    """Sites report the primary metric and the loss, whatever the objective is."""
+    scores = ClientScores(np.array([0.5, 1.0]), "held-out", np.array([0.1, 0.2]), np.array([0, 1]))
+    assert scores.metrics("client", metric_info("auroc")) == dict.fromkeys(
+        f"client_auroc_{what}" for what in ("mean", "std", "worst", "worst_decile")
+    )
+    measured = replace(scores, others={"auroc": np.array([np.nan, 1.0])})
+    assert measured.metrics("client", metric_info("auroc"))["client_auroc_undefined_names"] == [0]

@@ -48,14 +48,17 @@ class ClientScores:
             metric: Metric to summarize.
             client_names: Names of all clients, to name the worst one; empty if clients have no names.
         """
-        values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name, np.zeros(0))
-        finite = np.flatnonzero(np.isfinite(values))
         name = f"{whose}_{metric.name}"
+        nothing: dict[str, Any] = dict.fromkeys(f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile"))
+        values = {self.scored: self.accuracies, "loss": self.losses, **self.others}.get(metric.name)
+        if values is None:  # it was not measured, as on test samples weighted by class, or at sites
+            return nothing
+        finite = np.flatnonzero(np.isfinite(values))
         everyone = self.ids if len(self.ids) else np.arange(len(values))
         without = [client_names[k] if client_names else k for k in np.delete(everyone, finite).tolist()]
         named = {f"{name}_undefined": len(without), f"{name}_undefined_names": without[:NAMED]} if without else {}
         if not len(finite):
-            return dict.fromkeys(f"{name}_{what}" for what in ("mean", "std", "worst", "worst_decile")) | named
+            return nothing | named
         values, ids = values[finite], everyone[finite]
         worst = values.argmax() if metric.lower_is_better else values.argmin()
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
