@@ -209,6 +209,9 @@ def test_several_processes_merge_the_files_of_single_runs(tmp_path):
         '{"run": {}, "summary": {}, "curve": {"round": [1, "two"]}}',
         '{"run": {}, "summary": {}, "summaries": [{"accuracy": 0.5, "bytes": 3}]}',
         '{"run": {}, "summary": {}, "summaries": [{"accuracy": "0.5", "bytes": 3, "diverged": false}]}',
+        '{"run": {}, "summary": {}, "summaries": []}',
+        '{"run": {"seeds": [1, 2]}, "summary": {}, "summaries": [{"bytes": 3, "diverged": false}], "curves": [[]]}',
+        '{"run": {}, "summary": {}, "rounds": [1], "bytes": [2.0], "curves": [[0.5, 0.6]]}',
     ],
 )
 def test_a_corrupted_line_is_an_error_that_names_it(tmp_path, line):

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pydantic
 import torch
@@ -91,6 +91,16 @@ class _Line(pydantic.BaseModel):
     seconds_simulated: list[list[float | None]] = []
     trials: dict[str, int] = {}
     validation: dict[str, float | None] = {}
+
+    @pydantic.model_validator(mode="after")
+    def _one_of_each_seed(self) -> Self:
+        rounds, seeds = len(self.rounds), self.run.get("seeds")
+        count = len(seeds) if isinstance(seeds, list) else len(self.summaries)
+        if "summaries" in self.model_fields_set and not count == len(self.summaries) == len(self.curves) > 0:
+            raise ValueError("it must have a summary and a curve of each seed")
+        if any(len(values) != rounds for values in (self.bytes, *self.curves, *self.seconds_simulated)):
+            raise ValueError("its rounds, bytes and curves must have equal lengths")
+        return self
 
 
 _OF_UNIT = {"personal", "options", "objective", "client_metric", "summaries", "rounds", "bytes", "curves"}
