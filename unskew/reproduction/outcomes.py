@@ -98,7 +98,7 @@ class _Line(pydantic.BaseModel):
         count = len(seeds) if isinstance(seeds, list) else len(self.summaries)
         if "summaries" in self.model_fields_set and not count == len(self.summaries) == len(self.curves) > 0:
             raise ValueError("it must have a summary and a curve of each seed")
-        if any(len(values) != rounds for values in (self.bytes, *self.curves, *self.seconds_simulated)):
+        if {len(self.bytes), *map(len, self.curves), *map(len, self.seconds_simulated)} != {rounds}:
             raise ValueError("its rounds, bytes and curves must have equal lengths")
         return self
 
