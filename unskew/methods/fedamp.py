@@ -22,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar, Literal
 
 import torch
-import torch.nn.functional as F
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -39,6 +38,8 @@ from unskew.protocol.search_space import Space, log_range
 
 NEGLIGIBLE = 1e-6
 """Weight of a model below which it has no influence."""
+SMALLEST = 1e-8
+"""Smallest norm that the inner product of two models is divided by, as in PyTorch."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class FedAMP(StoredModels):
         known = state["known"].tolist()
         if client >= len(known) or not known[client] or sum(known) < 2:
             return {}
-        return {"mixture": self.weights_of(state, client)[None] @ state["models"]}
+        return {"mixture": self.mixture_weights(state, torch.tensor([client])) @ state["models"]}
 
     def server_update(self, state: Tensors, updates: Updates) -> Tensors:
         """Store the models of the round."""
@@ -128,11 +129,9 @@ class FedAMP(StoredModels):
         clients = state["known"].nonzero()[:, 0].tolist()
         if len(clients) < 2:
             return Report()
-        largest = 0.0
-        for client in clients:
-            weights = self.weights_of(state, client)
-            weights[client] = 0
-            largest = max(largest, float(weights.max()))
+        weights = self.mixture_weights(state, torch.tensor(clients))
+        weights[range(len(clients)), clients] = 0
+        largest = float(weights.max())
         if largest < NEGLIGIBLE:
             warnings.warn(
                 f"With fedamp:kernel={self.kernel} and sigma={self.sigma:g}, no client's model had a weight above "
@@ -141,22 +140,25 @@ class FedAMP(StoredModels):
             )
         return Report({"largest_weight": largest})
 
-    def weights_of(self, state: Tensors, client: int) -> Tensor:
-        """Return the weights ``xi_kj`` of all clients' models in the mixture of one client, ``[K]``.
+    def mixture_weights(self, state: Tensors, clients: Tensor) -> Tensor:
+        """Return the weights ``xi_kj`` of all clients' models in the mixtures of some clients, ``[m, K]``.
 
         Args:
             state: State of the server half, with at least two known models.
-            client: Number of a client whose model is known.
+            clients: Numbers of the clients, whose models are known, ``[m]``.
         """
-        models, others = state["models"], state["mask"].clone()
-        others[client] = False
+        models = state["models"]
+        clients = clients.to(models.device)
+        own = models[clients]
+        others = state["mask"].repeat(len(clients), 1)
+        others.scatter_(1, clients[:, None], False)
         if self.kernel == "exponential":
-            distances = (models - models[client]).square().sum(1)
+            distances = torch.cdist(own, models, compute_mode="donot_use_mm_for_euclid_dist").square()
             weights = torch.where(others, self.alpha / self.sigma * torch.exp(-distances / self.sigma), 0.0)
-            weights[client] = 1 - weights.sum()
-            return weights
-        cosines = F.cosine_similarity(models, models[client][None], dim=1)
-        own = 1 / (1 + others.sum()).to(models) if self.own is None else self.own
-        weights = (1 - own) * torch.softmax(torch.where(others, self.sigma * cosines, -torch.inf), dim=0)
-        weights[client] = own
-        return weights
+            return weights.scatter(1, clients[:, None], 1 - weights.sum(1, keepdim=True))
+        norms = torch.linalg.vector_norm(models, dim=1).clamp_min(SMALLEST)
+        cosines = own @ models.T / (norms[clients, None] * norms)
+        counts = others.sum(1, keepdim=True).to(models)
+        share = 1 / (1 + counts) if self.own is None else torch.full_like(counts, self.own)
+        weights = (1 - share) * torch.softmax(torch.where(others, self.sigma * cosines, -torch.inf), dim=1)
+        return weights.scatter(1, clients[:, None], share)
