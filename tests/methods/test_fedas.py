@@ -55,8 +55,11 @@ def aligned(v, own, client, key, eta, epochs):
     means = {int(c): features(own, x[y == c]).mean(0) for c in y.unique()}
 
     def distance(v, rows):
-        classes = [int(c) for c in y[rows].unique()]
-        return sum((features(v, x[rows][y[rows] == c]).mean(0) - means[c]).square().mean() for c in classes)
+        total = 0.0
+        for c in y[rows].unique():
+            a = features(v, x[rows][y[rows] == c])
+            total += torch.nn.MSELoss()(a, means[int(c)].expand_as(a))
+        return total
 
     for epoch in range(epochs):
         for rows in order_of(key, 1 + epoch, len(y)):

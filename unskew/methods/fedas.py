@@ -4,7 +4,7 @@ Yang, Huang, Ye, "FedAS: Bridging Inconsistency in Personalized Federated Learni
 and keep their heads ``h_k``. With the features ``a`` of the received body, and the class means ``m_c`` of the features of the
 client's own last body::
 
-    align:   phi <- phi - eta grad sum_{c in batch} MSE(mean of a over class c, m_c)        epochs times over its samples
+    align:   phi <- phi - eta grad sum_{c in batch} mean_{i: y_i = c} MSE(a_i, m_c)         epochs times over its samples
     train:   (phi_k, h_k): local training from the aligned body and h_k
              F_k = sum over batches of ||grad mean NLL(phi_k, h_k)||^2                      trace of the Fisher information
     server:  phi <- phi + sum_k F_k (phi_k - phi) / sum_k F_k
@@ -102,9 +102,8 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
         means = sums / counts.clamp_min(1)[:, None]
 
         def distance(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            features, number = self.features(ctx, v, x), torch.bincount(y, minlength=len(counts)).to(v.dtype)
-            own = torch.zeros_like(means).index_add(0, y, features) / number.clamp_min(1)[:, None]
-            return ((own - means).square().mean(1) * (number > 0)).sum()
+            number = torch.bincount(y, minlength=len(counts)).to(v.dtype)
+            return ((self.features(ctx, v, x) - means[y]).square().mean(1) / number[y]).sum()
 
         v = ctx.v_global
         slope = grad_and_value(distance)
