@@ -11,6 +11,7 @@ from support.batch_loop import (
     FEATURES,
     HIDDEN,
     LR,
+    OPTIONS,
     average,
     check_client_models,
     client_states,
@@ -21,6 +22,7 @@ from support.batch_loop import (
     skewed,
     two_layers,
 )
+from torch import nn
 from torch.nn.functional import one_hot
 
 import unskew
@@ -118,6 +120,19 @@ def test_without_pull_and_mixing_it_is_fedrep_weighted_by_samples():
     pulled, mixed = (run(f"fedpac:{o}", **options)[0].vector for o in ("mixing=false", "lam=0"))
     assert float((pulled - one.vector).abs().max()) > 1e-5
     assert float((mixed - one.vector).abs().max()) > 1e-5
+
+
+def test_without_pull_and_mixing_clients_are_served_as_with_fedrep_with_batchnorm(tmp_path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    options = {"model": model, "participation": 0.5, "drop_last": True, "engine": "inline", **OPTIONS}
+    unskew.run(skewed(), method="fedpac:lam=0,mixing=false", out=tmp_path / "a", **options)
+    fedrep = f"fedrep:head_share={1 / 6}"
+    unskew.run(skewed(), method=fedrep, client_weighting="samples", out=tmp_path / "b", **options)
+    for client in client_states(tmp_path / "a"):
+        one, other = (open_run(tmp_path / name, client_number=client, model=model).module for name in "ab")
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
 
 
 def test_the_weights_of_two_clients_are_the_closed_form():

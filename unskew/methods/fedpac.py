@@ -73,6 +73,7 @@ class FedPAC(FedRep):
     weights: ClassVar[Weights | None] = None
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38), "variance": (0.0, 1e38)}
+    final_steps: ClassVar[int | None] = 0
     survey_at: ClassVar[SurveyTime | tuple[SurveyTime, ...] | None] = ("received", "trained")
     # One decade on each side of the authors' 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
@@ -158,12 +159,6 @@ class FedPAC(FedRep):
             return torch.where(carry["head"], scale * g, g)
 
         return scaled
-
-    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
-        """Return the mask of the head in the first steps, then that of the body; nothing trains after the last round."""
-        if ctx.final:
-            return torch.zeros_like(ctx.v_global, dtype=torch.bool)
-        return super().trainable_mask(ctx, carry, batch)
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload the head, ``H_k``, ``V_k``, the class means and the number of samples of each class."""

@@ -10,7 +10,7 @@ client rules, and ``unskew.protocol.updates`` the input of the server half.
 """
 
 from unskew.protocol.aggregate_rule import AggregateRule
-from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes_updates, survey_times
+from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes_updates, most_final_steps, survey_times
 from unskew.protocol.context import Context
 from unskew.protocol.data_rule import DataRule
 from unskew.protocol.federation_info import Weights
@@ -49,5 +49,6 @@ __all__ = [
     "Weights",
     "WithServerHalf",
     "changes_updates",
+    "most_final_steps",
     "survey_times",
 ]
