@@ -81,6 +81,7 @@ class Floco(HeadReplacement, LocalHeadParameters):
     summary: ClassVar[str] = "a simplex of heads, in which similar clients use neighboring points"
     paper: ClassVar[str] = "Grinwald et al. 2024, NeurIPS"
     needs = ("vector", "individual")
+    acts_last: ClassVar[bool] = True
     local_parameters: ClassVar[tuple[str, ...]] = ("alpha",)
     # Around the authors' 0.1 and 0.3.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.05, 0.5)}

@@ -51,6 +51,10 @@ class ClientRule(WithServerHalf):
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
 
+    acts_last: ClassVar[bool] = False
+    """True if ``loss`` evaluates the loss at other parameters; the rule then acts after all other client rules, so that the
+    terms of all rules are computed there."""
+
     trains_alone: ClassVar[bool] = False
     """True if hooks depend on values of tensors, or ``client_info`` differs in shape between clients: no engine then trains
     several clients as one network."""
