@@ -9,7 +9,7 @@ REJECTED = {
     "fedamp": "scaffold fedavgm fedrep ditto median topk dp:noise=1 dpsgd:noise=1",
     "fedas": "scaffold fedavgm fedrep ditto ft median fedbn dp:noise=1 dpsgd:noise=1",
     "feddbe": "fedrep fedper fedbn fedals ditto scaffold median dpsgd:noise=1",
-    "fedetf": "fedlc fedrs fedrod feddbe knnper fedrep fedala ccvr dpsgd",
+    "fedetf": "fedlc fedrs fedrod feddbe knnper fedrep fedpac fedala ccvr dpsgd",
     "moon": "fedamp fedfomo fedproto fedtgp fedgh",
     "fedgh": "scaffold fedavgm fedrep ditto median topk dp:noise=1 dpsgd:noise=1",
     "fedpac": "fedrep fedper fedbn ft ditto scaffold ccvr median dp:noise=1",
