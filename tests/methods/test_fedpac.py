@@ -210,6 +210,12 @@ def test_clients_trained_together_give_the_same_models(engine, together, monkeyp
     assert summary["personal_accuracy_mean"] == other_summary["personal_accuracy_mean"]
 
 
+def test_too_many_heads_for_the_server_are_rejected(monkeypatch):
+    monkeypatch.setattr("unskew.methods.fedpac.MOST_BYTES", 8 * (SIZE - BODY.stop) * len(skewed().clients) - 1)
+    with pytest.raises(ConfigError, match="stores a head for each client at the server"):
+        run("fedpac", model=two_layers())
+
+
 def test_bytes_are_those_of_body_heads_and_class_means():
     summary = run("fedpac", model=two_layers())[0].summary
     visits, means = 4 * 4, CLASSES * HIDDEN

@@ -88,7 +88,7 @@ class FedPAC(FedRep):
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the server can store the mixtures, and that the optimizer supports ``head_lr``."""
         head = sum(part.stop - part.start for part in run.spec.parts["head"])
-        needed = 4 * head * len(run.federation.clients)
+        needed = run.spec.dtype.itemsize * head * len(run.federation.clients)
         if needed > MOST_BYTES:
             raise ConfigError(
                 f"fedpac stores a head for each client at the server, which needs {needed / 1e9:.0f} GB here. Use fewer "
