@@ -11,8 +11,7 @@ A share ``max(explore decay^(t - 1), least)`` of the cohort are clients that hav
 The others are drawn with probabilities proportional to their scores, from the clients whose score is at least ``cutoff``
 times the smallest score that would be chosen without randomness. ``U_clip`` is a quantile of the utilities. ``T`` is a
 percentile of the clients' times, which rises by ``pace`` whenever the summed utilities of ``window`` rounds stay within 10 %
-of those of the rounds before. It falls by ``pace``, to ``pace`` at least, if the difference is five times as large as those or
-larger.
+of those of the rounds before. If the difference is at least five times those, it falls by ``pace``, but not below ``pace``.
 
 Formulas and constants are those of the authors' code (``oort.py`` of SymbioticLab/FedScale), except for the cutoff, which is
 the paper's. There, ``cutoff`` is 0.05, relative to the best client that would not be chosen, and clients with smaller scores
