@@ -43,6 +43,7 @@ from unskew.protocol.method import SLOTS, class_slots
 from unskew.protocol.requirements import NEEDS, why_tasks
 from unskew.protocol.rule import Rule, WithServerHalf
 from unskew.protocol.search_space import RangeSpace
+from unskew.protocol.sync_rule import SyncRule
 from unskew.runs.resume import RESUMABLE
 from unskew.sums.registry import SUMS
 from unskew.tasks.metrics import METRICS, TWO_CLASSES
@@ -206,11 +207,20 @@ def composition_table(position: Position) -> str:
     return markdown_table(["name", "stands for", "paper"], rows)
 
 
+def personal_models(cls: type[Rule]) -> str:
+    """Return when clients get personal models: ``after`` the last round, ``during`` the rounds, or empty for never."""
+    if "final_training" in cls().needs:
+        return "after"
+    kept = getattr(cls, "local_slices", SyncRule.local_slices) is not SyncRule.local_slices
+    return "during" if kept or getattr(cls, "has_personal_model", False) else ""
+
+
 SELECTIONS: dict[str, Callable[[type[Rule], str], bool]] = {
     "slot": lambda cls, slot: slot in class_slots(cls),
     "without_task": lambda cls, task: task not in tasks_with(cls().needs),
     "weighting": lambda cls, weights: cls.weights == weights,
     "untuned": lambda cls, _: not cls.spaces,
+    "personal": lambda cls, when: personal_models(cls) == when,
 }
 
 

@@ -5,8 +5,8 @@ import inspect
 import re
 
 import pytest
-from support.federations import LORA, QUICK
-from support.pages import DOCS, ROOT, built, section, table
+from support.federations import LORA, QUICK, SmallBatchNorm, blobs
+from support.pages import DOCS, ROOT, built, generator, section, table
 
 import unskew
 from unskew.data.sources.registry import SampleTable, Source
@@ -18,7 +18,9 @@ from unskew.methods.registry import METHODS, method, rule_class
 from unskew.protocol import rules
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.method import SLOTS
+from unskew.simulation.personal_models import has_fine_tuning, has_personal_models
 
+SECURITY = (DOCS / "security.md").read_text()
 PAGE = "\n".join(built(page) for page in sorted((DOCS / "methods").glob("*.md")))
 WRITING = built(DOCS / "methods" / "writing-a-method.md")
 
@@ -132,3 +134,24 @@ def test_the_costs_of_methods_are_those_counted():
         numbers["c"] = counted[1] / 16  # tests/methods/compression/test_rules.py compares it with the formulas
         costs = [cost.strip("`") for cost in traffic.groups()]
         assert counted == [16 * sum(numbers[term] for term in cost.split(" + ")) for cost in costs], name
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_a_method_sends_in_addition_to_the_update_is_on_the_page_about_security(name):
+    rule = rule_class(name)
+    listed = SECURITY.split("some methods reveal more than the update")[1].split("\n### ")[0]
+    if getattr(rule, "uploads", False) or issubclass(rule, rules.SyncRule):
+        assert f"`{name}`" in listed
+
+
+@pytest.mark.parametrize("name", sorted(set(METHODS) - set(LORA)))
+def test_the_listed_kinds_of_personal_models_are_those_that_clients_get(name):
+    chosen = method(QUICK.get(name, name))
+    module, head = SmallBatchNorm(), "fc"
+    for rule in chosen.client:
+        module, head = rule.adapt(module, head)
+    fed = blobs([8, 8])
+    spec = unskew.ModelSpec(module, fed.shape, fed.classes, head)
+    kind = generator().personal_models(rule_class(name))
+    assert (kind == "after") == has_fine_tuning(chosen)
+    assert (kind != "") == has_personal_models(chosen, spec)

@@ -108,6 +108,14 @@ def test_traffic_is_that_of_fedavg():
     assert summary["bytes_down"] == summary["bytes_up"] == 4 * 2 * len(flat(two_layers())) * 8
 
 
+@pytest.mark.parametrize("other", ["scaffold", "feddyn", "fedexp", "fedsmoo", "mime"])
+def test_rules_that_need_the_received_model_find_it_in_any_order(other):
+    options = {"model": two_layers(), "momentum": 0.0, "weight_decay": 0.0}
+    one, two = (run(e, 0.5, **options)[0].vector for e in (f"fedala:eta=20+{other}", f"{other}+fedala:eta=20"))
+    assert float((one - two).abs().max()) < EXACT
+    assert float((one - run(other, 0.5, **options)[0].vector).abs().max()) > 1e-5
+
+
 @pytest.mark.parametrize("other", ["ditto", "ft", "fedper", "fedals", "ifca"])
 def test_a_client_has_one_personal_model_and_sends_all_of_it(other):
     with pytest.raises(MethodConflictError, match=r"both define|only parts of the model are sent"):

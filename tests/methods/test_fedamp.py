@@ -138,6 +138,6 @@ def test_negative_weights_warn_and_options_without_an_effect_are_rejected():
 
 
 def test_too_many_models_for_the_server_are_rejected(monkeypatch):
-    monkeypatch.setattr("unskew.methods.stored_models.LARGEST", 4 * D * len(SIZES) - 1)
+    monkeypatch.setattr("unskew.methods.stored_models.LARGEST", 8 * D * len(SIZES) - 1)
     with pytest.raises(ConfigError, match="stores a model for each client at the server"):
         run("fedamp", rounds=1)

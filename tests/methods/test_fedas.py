@@ -26,6 +26,7 @@ import unskew
 from unskew.errors import ConfigError
 from unskew.methods.fedas import PURPOSE, FedAS
 from unskew.seeding import fold, uniform
+from unskew.serving.load import open_run
 
 EXACT = 1e-12
 BATCH = OPTIONS["batch_size"]
@@ -55,8 +56,11 @@ def aligned(v, own, client, key, eta, epochs):
     means = {int(c): features(own, x[y == c]).mean(0) for c in y.unique()}
 
     def distance(v, rows):
-        classes = [int(c) for c in y[rows].unique()]
-        return sum((features(v, x[rows][y[rows] == c]).mean(0) - means[c]).square().mean() for c in classes)
+        total = 0.0
+        for c in y[rows].unique():
+            a = features(v, x[rows][y[rows] == c])
+            total += torch.nn.MSELoss()(a, means[int(c)].expand_as(a))
+        return total
 
     for epoch in range(epochs):
         for rows in order_of(key, 1 + epoch, len(y)):
@@ -152,6 +156,21 @@ def test_a_client_is_served_by_its_own_model():
     result = unskew.run(fed, model="mlp", method="fedas", rounds=4, local_epochs=2, lr=0.1, engine="inline")
     assert result.summary["personal_accuracy_mean"] > 0.8
     assert result.summary["client_accuracy_mean"] < 0.8
+
+
+def test_a_client_is_served_with_the_buffers_of_its_own_model(tmp_path):
+    """They follow from its last training, which here starts from fresh ones, and not from the mean over clients."""
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(FEATURES, HIDDEN), torch.nn.BatchNorm1d(HIDDEN), torch.nn.Linear(HIDDEN, 4)
+    )
+    fed, options = skewed(), {"local_steps": 1, "batch_size": 100, "precision": "fp64", "engine": "inline", "rounds": 1}
+    unskew.run(fed, model=model, method="fedas", out=tmp_path / "run", **options)
+    for client, data in enumerate(fed.clients):
+        served = open_run(tmp_path / "run", client_number=client, model=model).module[1]
+        a = model[0].double()(data.x.double()).detach()
+        assert float((served.running_mean - 0.1 * a.mean(0)).abs().max()) < EXACT
+        assert float((served.running_var - 0.9 - 0.1 * a.var(0)).abs().max()) < EXACT
 
 
 @pytest.mark.parametrize(("options", "numbers"), [("fisher=true", 1), ("fisher=false", 0)])

@@ -1,5 +1,7 @@
 """FedDBE against a loop over the paper's formulas, and in its limits."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from support.batch_loop import (
@@ -25,6 +27,7 @@ from torch.nn.functional import cross_entropy
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.methods.feddbe import FedDBE
+from unskew.models.spec import ModelOutput
 
 EXACT = 1e-12
 KAPPA = 3.0
@@ -111,10 +114,11 @@ def test_the_gradients_of_bias_and_pull_are_those_by_hand():
     mean = (z.softmax(1) - nn.functional.one_hot(y, CLASSES)).mean(0).detach()
     assert float((head.shift.grad - head.linear.weight.detach().T @ mean).abs().max()) < EXACT
     goal = torch.randn(HIDDEN, dtype=torch.float64)
-    (KAPPA / 2 * (a.mean(0) - goal).square().mean()).backward(inputs=[a.requires_grad_()])
-    before = torch.autograd.grad(cross_entropy(head(a), y), a)[0]
+    ctx = SimpleNamespace(download={"mean": goal}, model=lambda v, x, track: ModelOutput(head(x), x))
+    v, batch = torch.zeros(1, dtype=torch.float64), SimpleNamespace(x=a, track=True)
+    pull = FedDBE(kappa=KAPPA).loss(lambda v, batch: v.sum(), ctx, {})(v, batch)
     expected = KAPPA * (a.detach().mean(0) - goal) / (HIDDEN * len(a))
-    assert float((a.grad - before - expected).abs().max()) < EXACT
+    assert float((torch.autograd.grad(pull, a)[0] - expected).abs().max()) < EXACT
 
 
 def test_the_pull_brings_the_mean_features_of_clients_together():

@@ -201,7 +201,7 @@ def test_a_client_with_one_sample_is_rejected():
 
 
 def test_too_many_models_for_the_server_are_rejected(monkeypatch):
-    monkeypatch.setattr("unskew.methods.stored_models.LARGEST", 4 * (D + len(SIZES)) * len(SIZES) - 1)
+    monkeypatch.setattr("unskew.methods.stored_models.LARGEST", 8 * (D + len(SIZES)) * len(SIZES) - 1)
     with pytest.raises(ConfigError, match="stores a model for each client at the server"):
         run("fedfomo", rounds=1)
 

@@ -33,7 +33,7 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
         x = average(fed, ends)
     assert float((result.vector - x).abs().max()) < EXACT
     states = client_states(tmp_path / "run")
-    assert all(float((states[k]["rules/fedlesam/received"] - v).abs().max()) < EXACT for k, v in old.items())
+    assert all(float((states[k]["rules/fedlesam/start"] - v).abs().max()) < EXACT for k, v in old.items())
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -106,13 +106,30 @@ def test_with_fedals_it_does_not_perturb_the_part_that_is_not_received(tmp_path)
         run("fedlesam+fedals:alpha=2", **given)
         runs.append(client_states(tmp_path / str(rounds)))
     for k, state in runs[0].items():
-        assert torch.equal(state["rules/fedlesam/received"][BODY], flat(two_layers())[BODY])
-        assert not torch.equal(runs[1][k]["rules/fedlesam/received"][BODY], state["rules/fedlesam/received"][BODY])
+        assert torch.equal(state["rules/fedlesam/start"][BODY], flat(two_layers())[BODY])
+        assert not torch.equal(runs[1][k]["rules/fedlesam/start"][BODY], state["rules/fedlesam/start"][BODY])
 
 
 def test_it_sends_the_model_only():
     summary = run("fedlesam", 0.5)[0].summary
     assert summary["bytes_down"] == summary["bytes_up"] == 4 * 2 * summary["parameters"] * 8
+
+
+@pytest.mark.parametrize("expression", ["fedala+fedlesam", "fedlesam+fedala", "fedas+fedlesam", "fedlesam+fedas"])
+def test_the_received_model_is_stored_if_another_rule_starts_training_from_its_own(expression, tmp_path):
+    model = two_layers()
+    received = run(expression, model=model, rounds=3)[0].vector
+    run(expression, model=model, rounds=4, out=tmp_path / "run")
+    shared = slice(None) if "fedala" in expression else BODY
+    for state in client_states(tmp_path / "run").values():
+        assert float((state["rules/fedlesam/start"] - received)[shared].abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("other", ["fedamp", "fedfomo", "fedproto", "fedtgp", "fedgh"])
+def test_methods_in_which_clients_receive_no_model_are_rejected(other):
+    for expression in (f"fedlesam+{other}", f"{other}+fedlesam"):
+        with pytest.raises(MethodConflictError, match=f"with {other} it receives none"):
+            method(expression)
 
 
 @pytest.mark.parametrize("other", ["ifca", "flora", "heterofl", "fedrolex"])

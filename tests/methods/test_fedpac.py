@@ -11,6 +11,7 @@ from support.batch_loop import (
     FEATURES,
     HIDDEN,
     LR,
+    OPTIONS,
     average,
     check_client_models,
     client_states,
@@ -21,6 +22,7 @@ from support.batch_loop import (
     skewed,
     two_layers,
 )
+from torch import nn
 from torch.nn.functional import one_hot
 
 import unskew
@@ -120,6 +122,19 @@ def test_without_pull_and_mixing_it_is_fedrep_weighted_by_samples():
     assert float((mixed - one.vector).abs().max()) > 1e-5
 
 
+def test_without_pull_and_mixing_clients_are_served_as_with_fedrep_with_batchnorm(tmp_path):
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    options = {"model": model, "participation": 0.5, "drop_last": True, "engine": "inline", **OPTIONS}
+    unskew.run(skewed(), method="fedpac:lam=0,mixing=false", out=tmp_path / "a", **options)
+    fedrep = f"fedrep:head_share={1 / 6}"
+    unskew.run(skewed(), method=fedrep, client_weighting="samples", out=tmp_path / "b", **options)
+    for client in client_states(tmp_path / "a"):
+        one, other = (open_run(tmp_path / name, client_number=client, model=model).module for name in "ab")
+        for name, tensor in one.state_dict().items():
+            assert torch.equal(tensor, other.state_dict()[name])
+
+
 def test_the_weights_of_two_clients_are_the_closed_form():
     shares = torch.tensor([[0.3, 0.1, 0.2], [0.1, 0.5, 0.3]], dtype=torch.float64)
     v = torch.tensor([0.2, 0.7], dtype=torch.float64)
@@ -193,6 +208,12 @@ def test_clients_trained_together_give_the_same_models(engine, together, monkeyp
     assert float((vector - other).abs().max()) < EXACT
     assert all(float((models[k] - others[k]).abs().max()) < EXACT for k in models)
     assert summary["personal_accuracy_mean"] == other_summary["personal_accuracy_mean"]
+
+
+def test_too_many_heads_for_the_server_are_rejected(monkeypatch):
+    monkeypatch.setattr("unskew.methods.fedpac.MOST_BYTES", 8 * (SIZE - BODY.stop) * len(skewed().clients) - 1)
+    with pytest.raises(ConfigError, match="stores a head for each client at the server"):
+        run("fedpac", model=two_layers())
 
 
 def test_bytes_are_those_of_body_heads_and_class_means():

@@ -11,6 +11,7 @@ from support.batch_loop import (
     BODY,
     CLASSES,
     DECAY,
+    FEATURES,
     HIDDEN,
     LR,
     MOMENTUM,
@@ -99,6 +100,21 @@ def test_a_run_is_the_papers_loop(participation, tmp_path):
     assert float((result.vector - x).abs().max()) < EXACT
     check_client_models(tmp_path / "run", own)
     assert any(float((v[POINT] - 1 / M).abs().max()) > 0.1 for v in own.values())
+
+
+@pytest.mark.parametrize("other", ["feddecorr", "feduv", "moon", "fedlc"])
+def test_other_terms_of_the_loss_belong_to_the_drawn_point_in_any_order(other):
+    """One pass over the batch updates the buffers: after a step, they are the momentum times the statistics of the batch."""
+    torch.manual_seed(1)
+    model = nn.Sequential(nn.Linear(FEATURES, HIDDEN), nn.BatchNorm1d(HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, CLASSES))
+    options = {"rounds": 1, "local_steps": 1, "batch_size": 100, "precision": "fp64", "engine": "inline"}
+    fed = skewed()
+    results = [unskew.run(fed, model=model, method=m, **options) for m in (f"{METHOD}+{other}", f"{other}+{METHOD}")]
+    assert torch.equal(results[0].vector, results[1].vector)
+    inputs = {k: model[0].double()(client.x.double()).detach() for k, client in enumerate(fed.clients)}
+    mean = average(fed, {k: 0.1 * a.mean(0) for k, a in inputs.items()})
+    for result in results:
+        assert float((result.model[1].running_mean - mean).abs().max()) < EXACT
 
 
 def test_one_endpoint_is_fedavg_bit_for_bit():

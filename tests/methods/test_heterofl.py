@@ -122,6 +122,22 @@ def test_full_rates_without_masks_are_fedavg(method):
     assert float((narrow.vector - plain.vector).abs().max()) < 1e-14
 
 
+@pytest.mark.parametrize("other", ["feddecorr", "moon:projection=0"])
+def test_other_terms_of_the_loss_belong_to_the_narrow_model_in_any_order(other):
+    """One pass over the batch updates the buffers: after a step, they are the momentum times the statistics of the batch."""
+
+    def train(methods, **options):
+        budget = {"precision": "fp64", "lr": LR, "engine": "inline", "local_steps": 1, "batch_size": 100}
+        return unskew.run(federation(), model=model(True), method=methods, **budget, **options)
+
+    one, two = (train(e, rounds=3) for e in (f"heterofl:rates=1/0.5+{other}", f"{other}+heterofl:rates=1/0.5"))
+    assert torch.equal(one.vector, two.vector)
+    inputs = [model(True)[0].double()(client.x.double()).detach() for client in federation().clients]
+    mean = 0.1 * torch.stack([a.mean((0, 2, 3)) for a in inputs]).mean(0)
+    found = train(f"heterofl:rates=1+{other}", rounds=1).model[1].running_mean
+    assert float((found - mean).abs().max()) < 1e-12
+
+
 def test_a_client_exchanges_its_part_and_its_rate():
     result = run("heterofl:rates=0.5", precision="fp32")[0]
     channels, hidden = math.ceil(CHANNELS / 2), math.ceil(HIDDEN / 2)

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.batch_loop import CLASSES, FEATURES, Recorder, client_states, local, run, skewed
+from support.batch_loop import CLASSES, FEATURES, Recorder, classifier, client_states, initial, local, run, skewed
 from support.class_means import WIDTH, Watch
 from torch import nn
 from torch.func import functional_call
@@ -242,3 +242,9 @@ def test_diagnostics_that_compare_models_are_rejected():
         unskew.run(method="local", model="mlp,logistic", rounds=1, diagnose=["consensus"], **DIGITS)
     with pytest.raises(ConfigError, match="diagnosis measures one model"):
         unskew.diagnose(unskew.load_federation("digits", clients=3), model="mlp,logistic", method="local")
+
+
+def test_too_many_models_of_the_reference_are_rejected(monkeypatch):
+    monkeypatch.setattr("unskew.methods.references.LARGEST", 8 * len(initial()) * len(skewed().clients) - 1)
+    with pytest.raises(ConfigError, match="local stores a model for each client"):
+        unskew.run(skewed(), model=classifier(), method="local", rounds=1, local_steps=1, precision="fp64")

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from support.batch_loop import run, two_layers
 from support.protocol import an_update, facts, some_updates, state_at
 from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, problem, sizes
 from support.tolerance import TRAINING, assert_close
@@ -237,3 +238,19 @@ def test_an_option_beyond_all_numbers_is_refused():
         method(FedProx(mu=float("inf")))
     with pytest.raises(ConfigError, match=r"own:beta=nan is not valid: it must be a finite number"):
         method([Own(beta=float("nan")), "scaffold"])
+
+
+@pytest.mark.parametrize(
+    ("expression", "without_effect"),
+    [
+        ("fedamp:lam=0,sigma=2", "sigma has no effect with lam=0"),
+        ("feddbe:kappa=0,mu=0.5", "mu has no effect with kappa=0"),
+        ("fedgh:epochs=0,lr=0.1", "lr has no effect with epochs=0"),
+        ("fedsol:rho=0,tau=2", "tau has no effect with rho=0"),
+        ("fedtgp:epochs=0,threshold=1", "threshold has no effect with epochs=0"),
+        ("floco:endpoints=1,rho=0.1", "rho has no effect with endpoints=1"),
+    ],
+)
+def test_options_without_an_effect_are_rejected(expression, without_effect):
+    with pytest.raises(ConfigError, match=without_effect):
+        run(expression, model=two_layers(), rounds=1)

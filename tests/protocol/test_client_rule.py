@@ -116,6 +116,12 @@ class Part(unskew.SyncRule):
             r"own\.end writes ctx\.state\['personal'\], .* \(219,\)",
         ),
         (
+            with_attributes(
+                has_personal_model=True, end=lambda self, ctx, carry, v: ctx.state.update(personal_buffers=v)
+            ),
+            r"own\.end writes ctx\.state\['personal_buffers'\], .* buffers of a personal model \(0,\)",
+        ),
+        (
             with_attributes(end=lambda self, ctx, carry, v: ctx.state.update(personal=v)),
             "rules with has_personal_model = True",
         ),

@@ -20,6 +20,7 @@ from unskew.engines.batches import BatchPlan
 from unskew.errors import MethodConflictError
 from unskew.methods.registry import method
 from unskew.protocol.training_config import Training
+from unskew.serving.load import open_run
 from unskew.simulation import personal_models
 from unskew.tasks.intervals import interval95
 from unskew.tasks.primary_metric import metric_info
@@ -124,6 +125,33 @@ def test_personal_accuracy_equals_a_plain_torch_loop(buffers):
         }
     )
     assert np.mean(rights) > result.summary["client_accuracy_mean"]
+
+
+@pytest.mark.parametrize("buffers", ["average", "reset"])
+@pytest.mark.parametrize("chosen", ["fedpac", "fedala", "knnper:capacity=30", "ifca"])
+def test_a_client_that_is_served_without_training_has_the_buffers_of_the_final_model(chosen, buffers, tmp_path):
+    result = train(chosen, out=tmp_path / "run", buffers=buffers)
+    buffers = result.model.state_dict()
+    for client in (0, 1, 2, 4):
+        module = open_run(tmp_path / "run", client_number=client, model=SmallBatchNorm(dropout=0.0)).module
+        for name in ("norm.running_mean", "norm.running_var"):
+            assert torch.equal(module.state_dict()[name], buffers[name])
+
+
+def test_only_personal_steps_change_the_buffers_of_perfedavg(tmp_path):
+    fed = federation()
+    options = {"momentum": 0.0, "weight_decay": 0.0, "drop_last": True}
+    result = train("perfedavg", fed, out=tmp_path / "run", **options)
+    training = Training(local_epochs=2, batch_size=8, drop_last=True)
+    for client in (0, 1, 2, 4):
+        module = SmallBatchNorm(dropout=0.0).double()
+        module.load_state_dict(result.model.state_dict())
+        data = fed.clients[client]
+        rows = BatchPlan(training, data.num_samples, 0, 3, client).batches[0]
+        module.train()(data.x[rows].double())
+        served = open_run(tmp_path / "run", client_number=client, model=SmallBatchNorm(dropout=0.0)).module
+        for name in ("running_mean", "running_var"):
+            assert_close(getattr(served.norm, name), getattr(module.norm, name).numpy(), TRAINING)
 
 
 @pytest.mark.parametrize("chosen", slow_but(["scaffold", "moon"], METHODS))

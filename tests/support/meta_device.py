@@ -9,6 +9,7 @@ from unskew import ModelSpec, method
 from unskew.engines.base import EngineConfig
 from unskew.engines.vectorized import VectorizedEngine
 from unskew.methods.registry import METHODS
+from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import survey_times
 from unskew.protocol.training_config import Training
 from unskew.tasks.registry import TASKS
@@ -101,7 +102,8 @@ class Cohort:
         spec = ModelSpec(module, federation.shape, federation.classes, head).to(torch.device(server_device))
         training = Training(local_steps=3, local_epochs=None, batch_size=8, lr=0.1, momentum=0.5, augment=augment)
         data = federation.to(META) if there else federation
-        setup = EngineConfig(spec, data, what.client, TASKS["classification"], training, 0, META)
+        task, plan = TASKS["classification"], RoundPlan(rounds=9)
+        setup = EngineConfig(spec, data, what.client, task, training, 0, META, plan=plan)
         self.server = server_of(what, spec, federation)
         self.server.state.changed = True  # otherwise two models are compared, of which the meta device has no numbers
         self.engine, self.clients = VectorizedEngine(setup, record=record), clients

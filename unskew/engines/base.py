@@ -16,7 +16,7 @@ from unskew.models.grouped.context import MappedModel, group_form, trains_alone
 from unskew.models.spec import ModelSpec
 from unskew.protocol.messages import Broadcast, Tensors, Update
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import ClientRule
+from unskew.protocol.rules import ClientRule, most_final_steps
 from unskew.protocol.training_config import Buffers, Training
 from unskew.secret_draws import SecretKey
 from unskew.seeding import generator
@@ -124,7 +124,7 @@ class EngineConfig:
         return order[:trained].sort().values, order[trained:].sort().values
 
     def batch_plan(self, round: int, client: int) -> BatchPlan:
-        """Draw the batches of a client in a round.
+        """Draw the batches of a client in a round, or in the training after the last round.
 
         Args:
             round: Number of the round, from 0.
@@ -137,6 +137,8 @@ class EngineConfig:
         if self.validation:
             rows, _ = self.split_samples(client)
             plan.batches = [rows[index] for index in plan.batches]
+        if round >= self.plan.rounds:
+            plan.batches = plan.batches[: most_final_steps(self.rules)]
         return plan
 
 

@@ -209,10 +209,11 @@ def apply_begin_hooks(
     Raises:
         ConfigError: If a rule returns an initial model of another shape or data type.
     """
-    ctxs = contexts(inputs)
+    ctxs, v_received = contexts(inputs), None
     carries: list[Tensors] = []
     for index, rule in enumerate(rules):
-        carry = rule.begin(ctxs[index])
+        ctx = ctxs[index]
+        carry = rule.begin(ctx if v_received is None else replace(ctx, v_received=v_received))
         if (start := carry.get(START)) is not None:
             v = inputs["v_global"]
             if start.shape != v.shape or start.dtype != v.dtype:
@@ -221,6 +222,7 @@ def apply_begin_hooks(
                     f"{start.dtype} {tuple(start.shape)}."
                 )
             carry = {name: tensor for name, tensor in carry.items() if name != START}
+            v_received = v if v_received is None else v_received
             inputs = {**inputs, "v_global": start}
             ctxs = contexts(inputs)
         carries.append(carry)

@@ -36,7 +36,7 @@ def compose(parts: Sequence[Method]) -> Method:
         total = Method(
             name=f"{total.name}+{other.name}",
             data=total.data + other.data,
-            client=tuple(sorted(total.client + other.client, key=lambda rule: not rule.poisson_batches)),
+            client=tuple(sorted(total.client + other.client, key=lambda rule: rule.acts_last - rule.poisson_batches)),
             **filled,  # type: ignore[arg-type]
         )
     slots = ([rule.name for rule in slot] for slot in (total.data, total.client))

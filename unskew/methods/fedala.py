@@ -28,7 +28,6 @@ from torch import Tensor
 
 from unskew.autograd import grad_and_value
 from unskew.methods.client_features import features_of
-from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.payload import scatter_slices
 from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Tensors
@@ -56,6 +55,7 @@ class FedALA(ClientRule):
     tasks_reason: ClassVar[str] = "it computes the head alone from one feature vector per sample"
     needs = ("vector", "final_training", "whole_updates")
     trains_alone: ClassVar[bool] = True
+    final_steps: ClassVar[int | None] = 0
     has_personal_model: ClassVar[bool] = True
     # The paper's default and its neighbors.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.1, 10.0)}
@@ -107,10 +107,6 @@ class FedALA(ClientRule):
             if len(losses) > PASSES and float(torch.tensor(losses[-PASSES:]).std(correction=0)) < SPREAD:
                 break
         return w
-
-    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
-        """Freeze the mixture after the last round."""
-        return torch.zeros_like(ctx.v_global, dtype=torch.bool) if ctx.final else None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Store the own model and the weights."""

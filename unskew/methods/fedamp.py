@@ -79,6 +79,8 @@ class FedAMP(StoredModels):
         """
         clients = len(run.federation.clients)
         notes = list(super().check(run))
+        if self.lam == 0:
+            check_no_effect(self, ("kernel", "sigma", "alpha", "own"), "with lam=0")
         if self.kernel == "exponential":
             check_no_effect(self, ("own",), "with kernel=exponential")
             if self.alpha * (clients - 1) > self.sigma:

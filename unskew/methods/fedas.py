@@ -4,15 +4,16 @@ Yang, Huang, Ye, "FedAS: Bridging Inconsistency in Personalized Federated Learni
 and keep their heads ``h_k``. With the features ``a`` of the received body, and the class means ``m_c`` of the features of the
 client's own last body::
 
-    align:   phi <- phi - eta grad sum_{c in batch} MSE(mean of a over class c, m_c)        epochs times over its samples
+    align:   phi <- phi - eta grad sum_{c in batch} mean_{i: y_i = c} MSE(a_i, m_c)         epochs times over its samples
     train:   (phi_k, h_k): local training from the aligned body and h_k
              F_k = sum over batches of ||grad mean NLL(phi_k, h_k)||^2                      trace of the Fisher information
     server:  phi <- phi + sum_k F_k (phi_k - phi) / sum_k F_k
 
-Features and gradients are computed in eval mode. ``eta`` and ``epochs`` are those of the authors' code (``clientas.py`` of
-xiyuanyang45/FedAS). There, clients align the server's own copy of the model, so the alignment of one client changes the body
-that the next one receives. A client that takes part for the first time has no own body and does not align; there it aligns
-with the initial model. ``F_k`` grows with the number of batches, so with the number of samples.
+Features and gradients are computed in eval mode; a client's own model has its own normalization buffers. ``eta`` and
+``epochs`` are those of the authors' code (``clientas.py`` of xiyuanyang45/FedAS). There, clients align the server's own copy
+of the model, so the alignment of one client changes the body that the next one receives. A client that takes part for the
+first time has no own body and does not align; there it aligns with the initial model. ``F_k`` grows with the number of
+batches, so with the number of samples.
 """
 
 from __future__ import annotations
@@ -32,7 +33,18 @@ from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.spec import ModelSpec
 from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import ClientDataView
-from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, ServerRule, Slices, Tensors, Updates, Weights
+from unskew.protocol.rules import (
+    PERSONAL,
+    PERSONAL_BUFFERS,
+    START,
+    ClientRule,
+    Context,
+    ServerRule,
+    Slices,
+    Tensors,
+    Updates,
+    Weights,
+)
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.protocol.updates import nonzero_divisors
@@ -95,16 +107,15 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
         sums = None
         with torch.no_grad():
             for x, y in self.batches(ctx, 0):
-                features = self.features(ctx, ctx.state[PERSONAL], x)
+                features = self.features(ctx, ctx.state[PERSONAL], ctx.state[PERSONAL_BUFFERS], x)
                 sums = features.new_zeros(len(counts), features.shape[1]) if sums is None else sums
                 sums.index_add_(0, y, features)
         assert sums is not None, "a client has samples"
         means = sums / counts.clamp_min(1)[:, None]
 
         def distance(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            features, number = self.features(ctx, v, x), torch.bincount(y, minlength=len(counts)).to(v.dtype)
-            own = torch.zeros_like(means).index_add(0, y, features) / number.clamp_min(1)[:, None]
-            return ((own - means).square().mean(1) * (number > 0)).sum()
+            number = torch.bincount(y, minlength=len(counts)).to(v.dtype)
+            return ((self.features(ctx, v, ctx.b_global, x) - means[y]).square().mean(1) / number[y]).sum()
 
         v = ctx.v_global
         slope = grad_and_value(distance)
@@ -125,24 +136,25 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
         parts = torch.split(order, ctx.training.batch_size)
         return [(ctx.inputs(take_rows(x, rows)), y[rows].to(ctx.v_global.device)) for rows in parts]
 
-    def features(self, ctx: Context, v: Tensor, x: Tensor) -> Tensor:
+    def features(self, ctx: Context, v: Tensor, b: Tensor, x: Tensor) -> Tensor:
         """Return the features of inputs in eval mode, ``[n, f]``.
 
         Args:
             ctx: Context of the client in this round.
             v: Parameters of the model, ``[d]``.
+            b: Its buffers, ``[m]``.
             x: Inputs, ``[n, ...]``.
         """
-        return ctx.spec.forward(v, ctx.b_global, x).features.flatten(1).to(v.dtype)
+        return ctx.spec.forward(v, b, x).features.flatten(1).to(v.dtype)
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
-        """Store the own model, and upload the weighted Fisher information ``w_k F_k``."""
-        ctx.state[PERSONAL] = v
+        """Store the own model with its buffers, and upload the weighted Fisher information ``w_k F_k``."""
+        ctx.state[PERSONAL], ctx.state[PERSONAL_BUFFERS] = v, ctx.model.b.clone()
         if not self.fisher:
             return
 
         def loss(v: Tensor, x: Tensor, y: Tensor) -> Tensor:
-            return F.cross_entropy(ctx.spec.forward(v, ctx.b_global, x).logits, y)
+            return F.cross_entropy(ctx.spec.forward(v, ctx.state[PERSONAL_BUFFERS], x).logits, y)
 
         slope = grad_and_value(loss)
         total = torch.stack([slope(v, x, y)[0].square().sum() for x, y in self.batches(ctx, 1 + self.epochs)]).sum()

@@ -29,6 +29,7 @@ from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import ModelSpec, slices_mask
+from unskew.option_parsing import check_no_effect
 from unskew.protocol.client_rule import Forward
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Context, Shape, SurveyTime, Tensors, Updates
@@ -80,7 +81,9 @@ class FedDBE(HeadReplacement, LocalHeadParameters):
         return HeadWithShift(linear)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Warn if no trained layer precedes the head."""
+        """Validate that every option has an effect; warn if no trained layer precedes the head."""
+        if self.kappa == 0:
+            check_no_effect(self, ("mu",), "with kappa=0")
         return [*super().check(run), *(run.warn_without_body(self.name, "kappa") if self.kappa else ())]
 
     # ---- at the clients -------------------------------------------------------------------------------------------------

@@ -25,14 +25,17 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
 from unskew.errors import ConfigError
+from unskew.methods.ccvr import CCVR
+from unskew.methods.fedala import FedALA
+from unskew.methods.fedrep import FedRep
 from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.logit_adjustment import LogitAdjustment
 from unskew.protocol.rules import Method
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import generator
 
-TRAIN_HEADS = ("ccvr", "fedala", "fedrep")
-"""Methods that train the head alone."""
+TRAIN_HEADS = (CCVR, FedALA, FedRep)
+"""Methods that train the head alone, also with classes that inherit from them."""
 
 
 class EqualAngleHead(nn.Module):
@@ -111,7 +114,7 @@ class FedETF(LogitAdjustment, HeadReplacement):
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules that change the logits, or that replace or train the head alone."""
         for rule in method.rules:
-            if rule.name in TRAIN_HEADS:
+            if isinstance(rule, TRAIN_HEADS):
                 return f"{rule.name} trains the head of the model alone, but with fedetf the classifier is fixed. Remove one."
             if isinstance(rule, HeadReplacement) and not isinstance(rule, LogitAdjustment):
                 return f"{rule.name} and fedetf both replace the head of the model. Remove one of them."

@@ -7,8 +7,8 @@ the mean feature ``m_kc`` of the samples of class ``c`` at client ``k``, and the
     server:  SGD over all (m_kc, c):  CE(h(m_kc), c)            starts from the last h
 
 In the authors' code, the optimizer contains the parameters of a client instead of those of ``h``, which never changes
-(``FedGH.py``); in HtFLlib it is trained. ``lr`` is that of both, ``epochs`` that of HtFLlib. The authors take one pass in the
-order of the clients and clip gradients.
+(``FedGH.py``); in HtFLlib it is trained. ``lr`` is that of both, ``epochs`` and ``batch`` are those of HtFLlib (its
+option for clients' batches). The authors take one pass in the order of the clients and clip gradients.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.methods.own_models import ClassMeans, list_means, train_on_means
 from unskew.models.spec import ModelSpec
+from unskew.option_parsing import check_no_effect
 from unskew.protocol.payload import slices_length
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
@@ -57,14 +58,16 @@ class FedGH(ClassMeans):
     batch: Annotated[int, Field(ge=1)] = 10
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the head is trained, and that it has one shape.
+        """Validate that every option has an effect, and that the head is trained and has one shape.
 
         Args:
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the head is frozen, or the heads of several architectures differ.
+            ConfigError: If an option has no effect, the head is frozen, or the heads of several architectures differ.
         """
+        if self.epochs == 0:
+            check_no_effect(self, ("lr", "batch"), "with epochs=0")
         for spec in run.spec.architectures:
             if not spec.head_trains:
                 raise ConfigError(f"fedgh trains the head of the model, but {spec.head_name!r} is frozen. Unfreeze it.")

@@ -50,7 +50,12 @@ class FedLESAM(ClientRule):
     rho: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject methods with which successive models of a client are not comparable."""
+        """Reject methods with which clients receive no model, or successive ones that are not comparable."""
+        if method.sync is not None and not method.sync.trains_global_model:
+            return (
+                f"fedlesam perturbs along the change of the model that a client receives, but with {method.sync.name} it "
+                "receives none. Remove one of them."
+            )
         other = next((rule.name for rule in method.rules if rule.name in CHANGING), None)
         if other is None:
             return None
@@ -61,11 +66,10 @@ class FedLESAM(ClientRule):
 
     def begin(self, ctx: Context) -> Tensors:
         """Compute the perturbation; of a part of the model that is not received, it is 0."""
-        old = ctx.state.get("received", ctx.v_global)
-        received = ctx.v_global if ctx.received is None else torch.where(ctx.received, ctx.v_global, old)
-        change = old - received
+        received = ctx.last_received()
+        change = ctx.state.get("start", received) - received
         # The lower bound of the norm keeps the perturbation zero if the model did not change.
-        return {"e": change * (self.rho / torch.linalg.vector_norm(change).clamp_min(1e-12)), "received": received}
+        return {"e": change * (self.rho / torch.linalg.vector_norm(change).clamp_min(1e-12)), "start": received}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """Compute the gradient at ``theta_k + e``."""
@@ -73,4 +77,4 @@ class FedLESAM(ClientRule):
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Store the received model."""
-        ctx.state["received"] = carry["received"]
+        ctx.state["start"] = carry["start"]

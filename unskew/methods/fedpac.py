@@ -73,6 +73,7 @@ class FedPAC(FedRep):
     weights: ClassVar[Weights | None] = None
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38), "variance": (0.0, 1e38)}
+    final_steps: ClassVar[int | None] = 0
     survey_at: ClassVar[SurveyTime | tuple[SurveyTime, ...] | None] = ("received", "trained")
     # One decade on each side of the authors' 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
@@ -87,7 +88,7 @@ class FedPAC(FedRep):
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the server can store the mixtures, and that the optimizer supports ``head_lr``."""
         head = sum(part.stop - part.start for part in run.spec.parts["head"])
-        needed = 4 * head * len(run.federation.clients)
+        needed = run.spec.dtype.itemsize * head * len(run.federation.clients)
         if needed > MOST_BYTES:
             raise ConfigError(
                 f"fedpac stores a head for each client at the server, which needs {needed / 1e9:.0f} GB here. Use fewer "
@@ -158,12 +159,6 @@ class FedPAC(FedRep):
             return torch.where(carry["head"], scale * g, g)
 
         return scaled
-
-    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor:
-        """Return the mask of the head in the first steps, then that of the body; nothing trains after the last round."""
-        if ctx.final:
-            return torch.zeros_like(ctx.v_global, dtype=torch.bool)
-        return super().trainable_mask(ctx, carry, batch)
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload the head, ``H_k``, ``V_k``, the class means and the number of samples of each class."""

@@ -66,9 +66,9 @@ class FedSMOO(ClientRule, ServerRule):
     lam: Annotated[float, Field(gt=0)] = 0.1
 
     def begin(self, ctx: Context) -> Tensors:
-        """Load the client's two dual variables."""
+        """Load the client's two dual variables, and the received model."""
         zero = torch.zeros_like(ctx.v_global)
-        return {"h": ctx.state.get("h", zero), "mu": ctx.state.get("mu", zero)}
+        return {"h": ctx.state.get("h", zero), "mu": ctx.state.get("mu", zero), "start": ctx.last_received()}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``grad f(theta_k + e) + lam (theta_k - theta + h_k)``."""
@@ -78,13 +78,13 @@ class FedSMOO(ClientRule, ServerRule):
             e = of_length(grad_fn(v, batch) - carry["mu"] - s, self.rho)
             if batch.track:  # ignore additional gradients of a step
                 carry["mu"] = carry["mu"] + e - s
-            return grad_fn(v + e, batch.untracked()) + self.lam * (v - ctx.v_global + carry["h"])
+            return grad_fn(v + e, batch.untracked()) + self.lam * (v - carry["start"] + carry["h"])
 
         return regularized
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Store both dual variables, and upload ``w_k mu_k``."""
-        ctx.state["h"] = carry["h"] + v - ctx.v_global
+        ctx.state["h"] = carry["h"] + v - carry["start"]
         ctx.state["mu"] = carry["mu"]
         ctx.upload["mu"] = ctx.weight * carry["mu"]
 

@@ -35,6 +35,7 @@ from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec, slices_mask
+from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
@@ -81,6 +82,7 @@ class Floco(HeadReplacement, LocalHeadParameters):
     summary: ClassVar[str] = "a simplex of heads, in which similar clients use neighboring points"
     paper: ClassVar[str] = "Grinwald et al. 2024, NeurIPS"
     needs = ("vector", "individual")
+    acts_last: ClassVar[bool] = True
     local_parameters: ClassVar[tuple[str, ...]] = ("alpha",)
     # Around the authors' 0.1 and 0.3.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.05, 0.5)}
@@ -96,7 +98,9 @@ class Floco(HeadReplacement, LocalHeadParameters):
         return SimplexHead(linear, self.endpoints)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that there are enough clients, and that the server can store their updates."""
+        """Validate that every option has an effect, that there are enough clients, and that the server can store updates."""
+        if self.endpoints == 1:
+            check_no_effect(self, ("tau", "rho"), "with endpoints=1")
         size = sum(part.stop - part.start for part in head_parameters(run.spec, ("endpoints",), True))
         clients = len(run.federation.clients)
         if clients < self.endpoints:

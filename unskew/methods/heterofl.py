@@ -63,6 +63,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
     summary: ClassVar[str] = "clients train narrower parts of the model, always the first units"
     paper: ClassVar[str] = "Diao et al. 2021, arXiv:2010.01264"
     needs = ("vector",)
+    acts_last: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     rolling: ClassVar[bool] = False
 

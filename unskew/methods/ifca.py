@@ -70,6 +70,7 @@ class IFCA(ClientRule, ServerRule):
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
+    final_steps: ClassVar[int | None] = 0
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"
     # Around the numbers of groups in the paper's experiments.
@@ -122,10 +123,6 @@ class IFCA(ClientRule, ServerRule):
         """Start from the model with the smallest loss."""
         group = ctx.survey["loss"].argmin()
         return {START: self.models(ctx)[group], "group": group.to(ctx.v_global.dtype)}
-
-    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
-        """Freeze the chosen model after the last round."""
-        return torch.zeros_like(ctx.v_global, dtype=torch.bool) if ctx.final else None
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """Upload the number of the chosen model, or the weighted update at its position."""

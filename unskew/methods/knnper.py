@@ -27,7 +27,6 @@ from torch import Tensor, nn
 from unskew.methods.client_features import features_of
 from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
-from unskew.models.execution import Batch
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import START, Context, Tensors
 from unskew.protocol.search_space import Space, uniform_range
@@ -81,6 +80,7 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
     needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True
+    final_steps: ClassVar[int | None] = 0
     local_parameters: ClassVar[tuple[str, ...]] = ("keys", "labels")
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
@@ -112,7 +112,3 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
         head["keys"][: len(drawn)] = features
         head["labels"][: len(drawn)] = y[drawn] + 1
         return {START: start}
-
-    def trainable_mask(self, ctx: Context, carry: Tensors, batch: Batch) -> Tensor | None:
-        """Freeze the whole model after the last round."""
-        return torch.zeros_like(ctx.v_global, dtype=torch.bool) if ctx.final else None

@@ -58,7 +58,7 @@ class Mime(MimeLite):
 
     def begin(self, ctx: Context) -> Tensors:
         """Return ``theta``."""
-        return {"theta": ctx.v_global}
+        return {"theta": ctx.last_received()}
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``beta m + (1 - beta) (grad f(theta_k; B) - grad f(theta; B) + c)``."""

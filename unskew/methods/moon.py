@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from unskew.models.execution import Batch, LossFn
 from unskew.models.zoo.projection import with_projection
-from unskew.protocol.rules import ClientRule, Context, Tensors
+from unskew.protocol.rules import ClientRule, Context, Method, Tensors
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range, one_of
 
@@ -60,6 +60,15 @@ class Moon(ClientRule):
     temperature: Annotated[float, Field(gt=0)] = 0.5
     first: Literal["omit", "global"] = "omit"
     projection: Annotated[int, Field(ge=0)] = 256
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject methods without a global model: the received and the previous model would be the same."""
+        if method.sync is None or method.sync.trains_global_model:
+            return None
+        return (
+            f"moon contrasts the received model with the client's previous one, but with {method.sync.name} each client "
+            "continues with its own model. Remove one of them."
+        )
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Warn if the model has no trained layers before the head, so that the term has no effect."""

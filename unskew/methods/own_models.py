@@ -160,7 +160,6 @@ def train_on_means(
     slope = grad_and_value(loss)
     for epoch in range(epochs):
         order = uniform(fold(fold(key, PURPOSE), epoch), (len(classes),)).argsort(stable=True).to(classes.device)
-        parts = torch.split(means[order], batch), torch.split(classes[order], batch)
-        for part, labels in zip(*parts, strict=True):
+        for part, labels in zip(torch.split(means[order], batch), torch.split(classes[order], batch), strict=True):
             values = values - lr * slope(values, part, labels)[0]
     return values

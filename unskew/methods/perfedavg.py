@@ -57,6 +57,11 @@ class PerFedAvg(ClientRule):
     steps: Annotated[int, Field(ge=1)] = 1
 
     @property
+    def final_steps(self) -> int:  # type: ignore[override]
+        """Number of personal steps."""
+        return self.steps
+
+    @property
     def num_parts(self) -> int:
         """Number of parts into which a batch is split."""
         return 3 if self.version == "hf" else 2
@@ -106,7 +111,7 @@ class PerFedAvg(ClientRule):
         """Return the meta-gradient, times ``beta / lr``; after the last round, the gradient of the personal steps."""
 
         def personal(v: Tensor, batch: Batch) -> Tensor:
-            g = grad_fn(v, batch) * (batch.step < self.steps)
+            g = grad_fn(v, batch)
             return g if self.alpha is None else g * (self.alpha / batch.lr)
 
         def meta(v: Tensor, batch: Batch) -> Tensor:

@@ -140,7 +140,7 @@ class Local(SyncRule):
         Raises:
             ConfigError: If the models are too large, or updates are delayed.
         """
-        needed = 4 * run.spec.largest_size * len(run.federation.clients)
+        needed = run.spec.dtype.itemsize * run.spec.largest_size * len(run.federation.clients)
         if needed > LARGEST:
             raise ConfigError(
                 f"local stores a model for each client, which needs {needed / 1e9:.0f} GB here. Use fewer clients or a "

@@ -136,7 +136,9 @@ class Scaffold(ClientRule):
             rates = ctx.lr * steps
             if "rates" in carry:
                 rates = carry["rates"] = carry["rates"] + ctx.lr * ctx.steps
-            new = (carry["start"] - v) / rates - carry["correction"]
+            # A rule that is written later may have replaced the model that training starts from.
+            start = ctx.v_global if ctx.received is None else carry["start"]
+            new = (start - v) / rates - carry["correction"]
         if ctx.sent is not None:
             new = torch.where(ctx.sent, new, carry["c_k"])
             new_state: Tensors = {"steps": steps.expand_as(v)}

@@ -32,7 +32,7 @@ class StoredModels(OwnModels):
             ConfigError: If the models are too large.
         """
         clients = len(run.federation.clients)
-        needed = 4 * clients * self.numbers_per_client(run.spec.size, clients)
+        needed = run.spec.dtype.itemsize * clients * self.numbers_per_client(run.spec.size, clients)
         if needed > LARGEST:
             raise ConfigError(
                 f"{self.name} stores a model for each client at the server, which needs {needed / 1e9:.0f} GB here. Use "

@@ -43,9 +43,17 @@ class ClientRule(WithServerHalf):
     """Share of a client's training samples that its batches omit, and that ``survey`` sees instead of all samples; 0 for
     none. They are the same in all rounds."""
 
+    final_steps: ClassVar[int | None] = None
+    """Largest number of local steps in the training after the last round; None for as many as in a round. With 0, the model
+    that ``begin`` returns serves the client, with the buffers of the final model."""
+
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
+
+    acts_last: ClassVar[bool] = False
+    """True if ``loss`` evaluates the loss at other parameters; the rule then acts after all other client rules, so that the
+    terms of all rules are computed there."""
 
     trains_alone: ClassVar[bool] = False
     """True if hooks depend on values of tensors, or ``client_info`` differs in shape between clients: no engine then trains
@@ -236,6 +244,11 @@ def survey_times(rule: ClientRule) -> tuple[SurveyTime, ...]:
     """
     times = rule.survey_at
     return () if times is None else (times,) if isinstance(times, str) else times
+
+
+def most_final_steps(rules: Sequence[ClientRule]) -> int | None:
+    """Return the largest number of local steps in the training after the last round; None for as many as in a round."""
+    return min((rule.final_steps for rule in rules if rule.final_steps is not None), default=None)
 
 
 def changes_updates(rules: Sequence[ClientRule]) -> bool:

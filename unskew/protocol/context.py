@@ -67,6 +67,8 @@ class Context:
         final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
+        v_received: In ``begin``, the received model ``[d]`` if an earlier rule starts training from another one; otherwise
+            None.
         secret: Secret key of this client and round, int64 ``[2]``, from which noise that protects the client is drawn with
             ``unskew.secret_draws`` instead of ``key``; None if the run is not private, or must repeat bit for bit.
     """
@@ -95,6 +97,7 @@ class Context:
     final: bool = False
     sent: Tensor | None = None
     received: Tensor | None = None
+    v_received: Tensor | None = None
     secret: Tensor | None = None
 
     @property
@@ -103,10 +106,12 @@ class Context:
         return self.training.rate(self.round)
 
     def last_received(self) -> Tensor:
-        """Return the last received model, ``[d]``; slices not received this round come from ``state["start"]``."""
-        if self.received is None:
-            return self.v_global
-        return torch.where(self.received, self.v_global, self.state.get("start", self.v_global))
+        """Return the last received model, ``[d]``; slices not received this round come from ``state["start"]``.
+
+        Only ``begin`` may call it: later, the model that training starts from may have replaced the received one.
+        """
+        v = self.v_global if self.v_received is None else self.v_received
+        return v if self.received is None else torch.where(self.received, v, self.state.get("start", v))
 
     def sent_since(self, start: Tensor, v: Tensor) -> Tensor:
         """Return ``v - start`` in uploaded entries, 0 elsewhere, ``[d]``.

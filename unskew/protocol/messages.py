@@ -16,6 +16,8 @@ Record = TypeVar("Record")
 
 PERSONAL = "personal"
 """Reserved entry of a rule's state at a client: its personal model, ``[d]``, for rules with ``has_personal_model``."""
+PERSONAL_BUFFERS = "personal_buffers"
+"""Reserved entry of the same state: the buffers of the personal model, ``[m]``; those of the global one if missing."""
 START = "initial_model"
 """Entry of the carry that ``begin`` returns: the model ``[d]`` that training starts from instead of the received one."""
 

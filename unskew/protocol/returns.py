@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from unskew.data.federation import ClientData
 from unskew.errors import ConfigError, short_repr
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData, ServerPayload
-from unskew.protocol.messages import PERSONAL
+from unskew.protocol.messages import PERSONAL, PERSONAL_BUFFERS
 from unskew.protocol.report import Report
 
 Check = Callable[[Any, tuple[Any, ...]], bool]
@@ -133,12 +133,14 @@ def checked_hook(hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
                         f"{rule.name}.{hook} may write only tensors to ctx.{field}, each under a string name."
                     )
             ctx = arguments_given[0]
-            own = ctx.state.get(PERSONAL)
-            if own is not None and not (rule.has_personal_model and _like(own, ctx.v_global)):
-                raise ConfigError(
-                    f"{rule.name}.{hook} writes ctx.state[{PERSONAL!r}], which is reserved for a personal model "
-                    f"{tuple(ctx.v_global.shape)} of rules with has_personal_model = True."
-                )
+            for entry, like in ((PERSONAL, ctx.v_global), (PERSONAL_BUFFERS, ctx.b_global)):
+                own = ctx.state.get(entry)
+                if own is not None and not (rule.has_personal_model and _like(own, like)):
+                    what = "a personal model" if entry == PERSONAL else "the buffers of a personal model"
+                    raise ConfigError(
+                        f"{rule.name}.{hook} writes ctx.state[{entry!r}], which is reserved for {what} "
+                        f"{tuple(like.shape)} of rules with has_personal_model = True."
+                    )
         return value
 
     call.checks = hook  # type: ignore[attr-defined]

@@ -10,11 +10,11 @@ client rules, and ``unskew.protocol.updates`` the input of the server half.
 """
 
 from unskew.protocol.aggregate_rule import AggregateRule
-from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes_updates, survey_times
+from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes_updates, most_final_steps, survey_times
 from unskew.protocol.context import Context
 from unskew.protocol.data_rule import DataRule
 from unskew.protocol.federation_info import Weights
-from unskew.protocol.messages import EVALUATED, PERSONAL, START, Slices, Tensors
+from unskew.protocol.messages import EVALUATED, PERSONAL, PERSONAL_BUFFERS, START, Slices, Tensors
 from unskew.protocol.method import Method
 from unskew.protocol.payload import Stage, UploadContext
 from unskew.protocol.report import Report
@@ -26,6 +26,7 @@ from unskew.protocol.updates import Combined, Updates
 __all__ = [
     "EVALUATED",
     "PERSONAL",
+    "PERSONAL_BUFFERS",
     "START",
     "AggregateRule",
     "ClientRule",
@@ -49,5 +50,6 @@ __all__ = [
     "Weights",
     "WithServerHalf",
     "changes_updates",
+    "most_final_steps",
     "survey_times",
 ]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from unskew.protocol.messages import Broadcast, Slices
-from unskew.protocol.rules import changes_updates
+from unskew.protocol.rules import changes_updates, most_final_steps
 from unskew.simulation.client_records import ClientRecords
 from unskew.simulation.model_selection import ModelPair
 from unskew.simulation.parameter_slices import SliceExchange, complement_slices
@@ -151,7 +151,10 @@ class Broadcaster:
         sync = self.setup.method.sync
         own = () if sync is None else sync.local_slices(self.setup.spec)
         down = complement_slices(own, len(final[0])) if own else None
-        return self._message(round, client, final, down, (), report=True, keeps_optimizer=False)
+        fields: dict[str, Any] = {"report": True, "keeps_optimizer": False}
+        if most_final_steps(self.setup.method.client) == 0:
+            fields["b"] = final[1]  # the client is served without training
+        return self._message(round, client, final, down, (), **fields)
 
     def closing_broadcast(self, round: int, client: int, final: ModelPair) -> Broadcast:
         """Create a broadcast of the final model for the surveys after the last round, and count its bytes.
@@ -186,7 +189,6 @@ class Broadcaster:
             round=round,
             client=client,
             v=v,
-            b=b if self.setup.buffers == "average" or self._initial else self._initial_buffers,
             state=state,
             state_files=file,
             weight=weight,
@@ -195,6 +197,7 @@ class Broadcaster:
             initial=() if accepted is not None or down is None else complement_slices(down, len(v)),
             accepted=accepted,
             **{
+                "b": b if self.setup.buffers == "average" or self._initial else self._initial_buffers,
                 "download": {name: tensors for name, tensors in extra.items() if tensors},
                 "keeps_optimizer": "optimizer" in self.setup.needs,
                 **fields,

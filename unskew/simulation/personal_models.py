@@ -10,7 +10,7 @@ from torch import Tensor
 from unskew.engines.base import Engine
 from unskew.models.layer_groups import buffer_mask
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.protocol.messages import PERSONAL, ClientState
+from unskew.protocol.messages import PERSONAL, PERSONAL_BUFFERS, ClientState
 from unskew.protocol.rules import Method
 from unskew.protocol.training_config import Buffers
 from unskew.simulation.parameter_slices import complement_slices
@@ -70,7 +70,8 @@ def serving_model(
         sent = buffer_mask(spec, complement_slices(slices, len(v))).to(b.device)
         b = torch.where(sent, b, state.buffers.to(b.device))
     for rule in method.client:
-        v = state.rules.get(rule.name, {}).get(PERSONAL, v)
+        own = state.rules.get(rule.name, {})
+        v, b = own.get(PERSONAL, v), own.get(PERSONAL_BUFFERS, b)
     return v, b
 
 

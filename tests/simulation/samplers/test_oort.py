@@ -96,16 +96,28 @@ def draws(number):
     return SimpleNamespace(generator=generator, uniform=generator.random)
 
 
-@pytest.mark.parametrize(("later", "rises"), [(1.0, True), (1.09, True), (0.91, True), (1.2, False), (0.8, False)])
-def test_the_percentile_of_times_rises_if_the_utility_stays_and_only_then(later, rises):
-    rule = Oort(window=2, pace=7)
+@pytest.mark.parametrize(
+    ("later", "first", "last"),
+    [
+        (1.0, 30, 37),
+        (1.09, 30, 37),
+        (0.91, 30, 37),
+        (1.2, 30, 30),
+        (0.8, 30, 30),
+        (5.9, 30, 30),
+        (6.1, 30, 23),
+        (9.0, 8, 7),
+    ],
+)
+def test_the_percentile_of_times_rises_if_the_utility_stays_and_falls_if_it_changes_much(later, first, last):
+    rule = Oort(window=2, pace=7, percentile=first)
     state = rule.init(SimpleNamespace(clients=1))
     # The first round has no known client, so its utility counts as 0, and that of rounds 0 and 1 is half of 2 and 3.
     for t, loss in enumerate([1.0, 1.0, 1.0, 1.0, later]):
         state = rule.record(state, t, reports({0: loss}))
-        assert float(state["percentile"]) == 30
+        assert float(state["percentile"]) == first
     state = rule.record(state, 5, reports({0: later}))
-    assert float(state["percentile"]) == (37 if rises else 30)
+    assert float(state["percentile"]) == last
 
 
 @pytest.mark.filterwarnings(WARNING)

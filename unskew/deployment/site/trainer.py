@@ -36,7 +36,7 @@ from unskew.methods.registry import method as method_of
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Broadcast, ClientState, Tensors, Update, flatten_records, unflatten_records
 from unskew.protocol.payload import gather_slices
-from unskew.protocol.rules import survey_times
+from unskew.protocol.rules import most_final_steps, survey_times
 from unskew.runs.build_model import initial_spec, match_model_input_range
 from unskew.runs.round_plan import make_round_plan
 from unskew.runs.validation import resolve_weighting
@@ -351,7 +351,8 @@ class SiteTrainer:
             if personal_models.has_fine_tuning(self.method):
                 slices = () if self.method.sync is None else self.method.sync.local_slices(self.spec)
                 down = complement_slices(slices, self.spec.size) if slices else None
-                start = b if mode == "average" else self.spec.flatten_buffers()
+                untrained = most_final_steps(self.method.client) == 0
+                start = b if mode == "average" or untrained else self.spec.flatten_buffers()
                 local = replace(broadcast, b=start, down=down, report=True)
                 with device_modes(self.device, self.config.precision):
                     update = self._trainer_for(request, received).train(local)

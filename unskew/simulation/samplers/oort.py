@@ -11,13 +11,14 @@ A share ``max(explore decay^(t - 1), least)`` of the cohort are clients that hav
 The others are drawn with probabilities proportional to their scores, from the clients whose score is at least ``cutoff``
 times the smallest score that would be chosen without randomness. ``U_clip`` is a quantile of the utilities. ``T`` is a
 percentile of the clients' times, which rises by ``pace`` whenever the summed utilities of ``window`` rounds stay within 10 %
-of those of the rounds before.
+of those of the rounds before. If the difference is at least five times those, it falls by ``pace``, but not below ``pace``.
 
-Formulas and constants are those of the authors' code (``oort.py`` of SymbioticLab/FedScale), except that
-``cutoff`` is the paper's, 0.05 there. Here the mean of the squared losses is the square of the mean training loss, which is
-what clients report; clients that have never taken part are drawn uniformly, and their number is rounded at random. Only
-simulated time has times of clients; without it, all scores lack the last factor. Clients that took part often are not
-excluded.
+Formulas and constants are those of the authors' code (``oort.py`` of SymbioticLab/FedScale), except for the cutoff, which is
+the paper's. There, ``cutoff`` is 0.05, relative to the best client that would not be chosen, and clients with smaller scores
+are left out only beyond ten times as many as are drawn. Here the mean of the squared losses is the square of the mean
+training loss, which is what clients report; clients that have never taken part are drawn uniformly, and their number is
+rounded at random. Only simulated time has times of clients; without it, all scores lack the last factor. Clients that took
+part often are not excluded.
 """
 
 from __future__ import annotations
@@ -52,8 +53,8 @@ class Oort(ClientSampler):
         clip: Quantile above which utilities are clipped.
         cutoff: Score, relative to that of the last client among the best, from which clients may be drawn.
         percentile: Percentile of the times that is preferred at first; 100 for no preference.
-        pace: Increase of the percentile.
-        window: Number of rounds after which the percentile may rise.
+        pace: Increase and decrease of the percentile.
+        window: Number of rounds after which the percentile may change.
     """
 
     name: ClassVar[str] = "oort"
@@ -129,7 +130,7 @@ class Oort(ClientSampler):
         return np.concatenate([explored, exploited])
 
     def record(self, state: Tensors, round: int, reports: Sequence[ClientReport]) -> Tensors:
-        """Note utilities and times, and raise the percentile if the utility no longer changes."""
+        """Note utilities and times; raise the percentile if the utility no longer changes, lower it if it changes much."""
         utility, seconds, last = (state[name].clone() for name in ("utility", "seconds", "last"))
         utilities = []
         for report in reports:
@@ -150,4 +151,6 @@ class Oort(ClientSampler):
             before, now = history[: self.window].sum(), history[self.window :].sum()
             if abs(now - before) <= 0.1 * before:
                 percentile = (percentile + self.pace).clamp(max=100.0)
+            elif abs(now - before) >= 5 * before:
+                percentile = (percentile - self.pace).clamp(min=self.pace)
         return {"utility": utility, "seconds": seconds, "last": last, "history": history, "percentile": percentile}
