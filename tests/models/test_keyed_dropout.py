@@ -11,7 +11,6 @@ from torch import nn
 
 import unskew
 from unskew.errors import ConfigError
-from unskew.models.user_modules import random_draws
 from unskew.seeding import derive
 
 RULES = {"rounds": 3, "local_steps": 3, "batch_size": 8, "lr": 0.1, "seed": 3}
@@ -137,9 +136,9 @@ def test_warns_of_a_layer_with_a_generator_of_its_own():
 
 @pytest.mark.parametrize("model", [nn.Linear(6, 2), nn.Sequential(nn.Linear(6, 2), nn.Dropout(0.5))])
 def test_a_model_without_global_draws_leaves_the_generators_alone(model):
-    assert random_draws(
-        unskew.ModelSpec(model, (6,), 2, head="" if isinstance(model, nn.Linear) else "0").module, torch.ones(2, 6)
-    ) == (False, None)
+    spec = unskew.ModelSpec(model, (6,), 2, head="" if isinstance(model, nn.Linear) else "0")
+    spec.inspect_training(torch.ones(2, 6))
+    assert (spec.draws_globally, spec.unseeded_layer, spec.counts) == (False, None, False)
 
 
 def test_dpsgd_rejects_draws_that_are_not_secret():
