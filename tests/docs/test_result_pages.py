@@ -109,6 +109,13 @@ def test_differences_on_single_federations_are_those_of_the_outcomes():
     assert len(marks) > 10
 
 
+def test_differences_on_the_page_of_the_benchmark_are_written_from_outcomes():
+    """Except the two medians with options whose outcomes are not kept."""
+    page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
+    by_hand = re.sub(r"<!-- \w+: .+? -->(?:(?!<!--).)*<!-- end -->", "", page, flags=re.S)
+    assert re.findall(r"[-+−]\d+\.\d", by_hand) == ["−0.3", "+1.5"]
+
+
 @pytest.mark.parametrize(("suite", "view"), [("cifar10", "global"), ("survival", "clients")])
 def test_tables_of_differences_are_those_of_the_outcomes(suite, view):
     page = (ROOT / "docs" / "results" / "benchmark.md").read_text(encoding="utf-8")
