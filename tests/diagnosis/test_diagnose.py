@@ -405,6 +405,8 @@ def test_small_models_are_measured_with_one_thread(monkeypatch, hidden, threads)
 
 def test_many_clients_are_sampled():
     fed = unskew.load_federation("digits", partition="iid", clients=60)
+    with pytest.raises(ConfigError, match="sample_clients=True is not valid"):
+        unskew.diagnose(fed, model="logistic", sample_clients=True)
     report = unskew.diagnose(fed, model="logistic", sample_clients=7, samples=5, curvature=False)
     assert (report.details["clients"], report.details["clients_measured"]) == (60, 7)
 

@@ -7,6 +7,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from support.evaluation import evaluator, held_out, one_hot, shown
 from support.federations import blobs
 from support.running import call
@@ -234,6 +235,34 @@ def test_loss_on_the_test_set_weighted_by_classes_by_hand():
         weights = np.array([(mine == c).mean() for c in range(3)])[y]
         expected.append((weights * losses).sum() / weights.sum())
     assert_close(judge.evaluate_clients(v, b, 10, 0).losses, expected, FEW, dtype=torch.float32)
+
+
+def test_a_client_none_of_whose_classes_is_tested_has_no_score():
+    x = draws.normal(size=(12, 3)).astype(np.float32)
+    tested, other = np.arange(12) % 2, np.full(12, 2)
+    fed = Federation.from_arrays([(x, tested), (x, other)], test=(x, tested), classes=3, holdout=0)
+    found = train(fed)
+    assert [(row["accuracy"] is None, row["loss"] is None) for row in found.clients] == [(False, False), (True, True)]
+    assert found.summary["client_accuracy_undefined_names"] == [1]
+    assert found.summary["client_accuracy_worst"] == found.clients[0]["accuracy"]
+
+
+@pytest.mark.parametrize(("method", "shown"), [("local", "per client"), ("fedfomo", "personal models")])
+def test_a_run_without_a_global_model_shows_the_models_of_clients_only(method, shown, capsys):
+    found = train(blobs([20, 20, 20]), method=method)
+    Console(width=200).print(summary_table(found.summary))
+    said = capsys.readouterr().out
+    assert "test accuracy" not in said
+    assert shown in said
+    assert repr(found).startswith(f"Result(method='{method}', rounds=2, personal_accuracy_mean=")
+
+
+def test_unseen_clients_are_evaluated_on_what_is_said(capsys):
+    x, y = draws.normal(size=(30, 3)).astype(np.float32), np.arange(30) % 2
+    few = [(x[2 * k : 2 * k + 1], y[k : k + 1]) for k in range(3)]
+    fed = Federation.from_arrays([*few, (x, y)], test=(x, y), holdout=0.3, client_names=list("abcd"))
+    Console(width=200).print(summary_table(train(fed, unseen="d").summary))
+    assert "unseen clients, on the clients' held-out data" in capsys.readouterr().out
 
 
 def test_loss_of_a_client_with_several_labels_a_sample():

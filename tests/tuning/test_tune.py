@@ -225,6 +225,21 @@ def test_references_are_tuned_with_as_many_trials_and_compared_with_their_own_op
     assert set(tuning.comparison.benefit.labels) == {"federated", "pooled", "local", "constant"}
 
 
+def test_trials_that_all_diverge_have_no_value(tmp_path):
+    x, y = np.random.default_rng(0).normal(size=(60, 3)), np.arange(60) % 2
+    part = (1e30 * x).astype(np.float32), y
+    federation = unskew.Federation.from_arrays([part] * 3, part, holdout=0.4)
+    space = {"lr": [1e6, 1e5], "batch_size": 8, "local_steps": 1}
+    options = {"objective": "loss", "lr": 1e6, "references": False, "search_space": space}
+    found = unskew.tune(federation, methods=["fedavg"], trials=2, seeds=[5], out=tmp_path / "t", **{**TINY, **options})
+    assert [row["value"] for row in found.trials] == [None, None]
+    assert found.tuned["fedavg"].options["lr"] == 1e6
+    assert "All trials of fedavg diverged, so its options are those of the first one." in found.notes()
+    assert (
+        json.loads((tmp_path / "t" / "tuning.json").read_text(), parse_constant=pytest.fail)["fedavg"]["value"] is None
+    )
+
+
 def test_where_no_trial_is_better_that_is_said():
     spaces = {"lr": 1e-9, "local_steps": 1, "batch_size": 8, "fedprox.mu": one_of(0.1, 0.2)}
     one = unskew.tune(digits(False), methods=["fedprox"], trials=2, seeds=1, search_space=spaces, **TINY).tuned[

@@ -12,6 +12,7 @@ from rich.table import Table
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.cli.fit_table import ReflowTable, table_of
+from unskew.comparison.references import records_of_clients, trains_global_model
 from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
@@ -108,7 +109,9 @@ EVALUATED = {
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
-    """Build the table that ``unskew run`` prints at the end."""
+    """Build the table that ``unskew run`` prints at the end; without a global model, it has metrics of clients only."""
+    with_global = trains_global_model(str(summary["method"]))
+    summary = summary if with_global else records_of_clients((), summary, ())[1]
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")
     table.add_column()
@@ -122,24 +125,20 @@ def summary_table(summary: dict[str, Any]) -> Table:
     details += [f"{one.title} {value_text(one, summary[one.name])}" for one in further_metrics(summary)]
     more = f"  ({', '.join(details)})" if details else ""
     score, best = value_text(judge, summary[judge.name]), value_text(judge, summary[f"best_{judge.name}"])
-    lines = [
-        (
-            f"test {judge.title}, last round",
-            f"{score}{interval_suffix(summary, judge.name)}{more}",
-        ),
-        (f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"),
-    ]
+    lines = []
+    if with_global:
+        lines.append((f"test {judge.title}, last round", f"{score}{interval_suffix(summary, judge.name)}{more}"))
+        lines.append((f"test {judge.title}, best round", f"{best}  (round {summary['best_round']})"))
     if kept_score is not None:
         text = f"{value_text(judge, kept_score)}{interval_suffix(summary, f'kept_{judge.name}')}"
         lines.append((f"test {judge.title}, kept model", f"{text}  (round {summary['kept_round']})"))
-    evaluated_on = summary["clients_evaluated_on"]
-    lines += [
-        (label, f"evaluated on {evaluated_on}")
-        if summary[f"{whose}_{scored}_mean"] is None
-        else (f"{label}, on {evaluated_on}", f"{shown.title}: {clients_text(summary, whose)}")
-        for whose, label in EVALUATED.items()
-        if f"{whose}_{scored}_mean" in summary
-    ]
+    for whose, label in EVALUATED.items():
+        if f"{whose}_{scored}_mean" in summary:
+            evaluated_on = summary["unseen_evaluated_on" if whose.startswith("unseen") else "clients_evaluated_on"]
+            if summary[f"{whose}_{scored}_mean"] is not None:
+                lines.append((f"{label}, on {evaluated_on}", f"{shown.title}: {clients_text(summary, whose)}"))
+            elif with_global:
+                lines.append((label, f"evaluated on {evaluated_on}"))
     if "backdoor_success" in summary:
         lines.append(("attack success", f"{format_percent(summary['backdoor_success'])}%"))
     lines.append(("data", f"{summary['data']}, {summary['clients']} clients, {summary['partition']}"))
@@ -160,7 +159,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
             (when, ", ".join(f"{title} {format_percent(summary[best + name])}%" for title, name in F1.items()))
             for when, best in (("test F1, last round", ""), ("test F1, best of each", "best_"))
         ]
-    if metrics := secondary_metrics(summary):
+    if with_global and (metrics := secondary_metrics(summary)):
         values = ", ".join(f"{metric.title} {value_text(metric, summary[metric.name])}" for metric in metrics)
         lines.insert(2, ("test set, last round", values))
     if summary.get("target") is not None:

@@ -181,8 +181,8 @@ def tuned_table(result: TuningResult) -> Table:
     table.columns[-1].justify = "left"
     for name, tuned in result.tuned.items():
         options = "\n".join(f"{key}={value}" for key, value in tuned.options.items())
-        first = "-" if tuned.configured is None else f"{tuned.configured:.4f}"
-        table.add_row(name, first, f"{tuned.value:.4f}", *map(str, tuned.trials.values()), options)
+        values = ("-" if value is None else f"{value:.4f}" for value in (tuned.configured, tuned.value))
+        table.add_row(name, *values, *map(str, tuned.trials.values()), options)
     return table
 
 

@@ -204,7 +204,9 @@ def validate_scope(scope: MeasurementScope) -> MeasurementScope:
     """
     wholes: dict[str, Any] = {"sample_clients": scope.clients, "samples": scope.samples, "iterations": scope.iterations}
     for name, value in wholes.items():
-        if value is not None and not (isinstance(value, Integral) and int(value) >= 1):
+        if value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, Integral) or int(value) < 1:
             raise ConfigError(f"{name}={short_repr(value, str)} is not valid: it must be an integer, at least 1.")
     if not scope.shares:
         raise ConfigError("synthetic_fractions is empty. Name at least one share of synthetic data, such as 0.5.")

@@ -88,8 +88,12 @@ class Result:
         return plot_convergence({self.summary["method"]: [self.history]}, path, objective_metric(self.summary))
 
     def _shown(self) -> dict[str, Any]:
+        from unskew.comparison.references import OF_CLIENTS, trains_global_model
+
         judged = objective_metric(self.summary).name
-        return {name: self.summary[name] for name in ("method", "rounds", judged, f"best_{judged}")}
+        of_clients = f"{OF_CLIENTS}{judged}_mean"
+        names = (judged, f"best_{judged}") if trains_global_model(self.summary["method"]) else (of_clients,)
+        return {name: self.summary[name] for name in ("method", "rounds", *names) if name in self.summary}
 
     def __repr__(self) -> str:
         return f"Result({', '.join(f'{name}={value!r}' for name, value in self._shown().items())})"

@@ -63,7 +63,9 @@ def evaluate_final_model(
     fields = support
     for name in wanted.with_intervals:
         fields |= interval_fields(prefix + name, metric_interval(name, task, y, scores, wanted))
-    warning = None if metrics.positive is None else calibration_warning(y, scores, wanted.class_names)
+    sync = server.setup.method.sync
+    trained = sync is None or sync.trains_global_model
+    warning = calibration_warning(y, scores, wanted.class_names) if metrics.positive is not None and trained else None
     curves = task.curves(y, scores, wanted)
     curve_of_all = task.client_curve("test set", y, scores)
     if curve_of_all is not None:

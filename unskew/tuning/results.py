@@ -16,7 +16,7 @@ from unskew.config.paths import with_absolute_paths
 from unskew.filesystem import make_folder, write_atomic
 from unskew.privacy.composition import composition_note
 from unskew.records.notebook import NotebookTable
-from unskew.tuning.study import Study, as_csv
+from unskew.tuning.study import Study, as_csv, finite_value
 from unskew.tuning.trial_runner import TuningPlan
 
 
@@ -26,8 +26,8 @@ class TunedMethod:
 
     Attributes:
         options: Best options, by field name, or by names such as ``fedprox.mu``.
-        value: Objective on held-out samples.
-        configured: Value of the first trial, which is the unchanged configuration; None if it was not completed.
+        value: Objective on held-out samples; None if all trials diverged, and then the options are those of the first one.
+        configured: Value of the first trial, which is the unchanged configuration; None if it was not completed or diverged.
         judged_by: Name of the metric in ``value``.
         trials: Number of trials that were completed, pruned or failed.
         importance: Importance of each option as shares of 1, or the reason why it is unknown.
@@ -35,7 +35,7 @@ class TunedMethod:
     """
 
     options: dict[str, Any]
-    value: float
+    value: float | None
     configured: float | None
     judged_by: str
     trials: dict[str, int]
@@ -74,9 +74,14 @@ class TuningResult(NotebookTable):
         return super()._repr_html_() + self.comparison._repr_html_()
 
     def notes(self) -> list[str]:
-        """Return the notes of the comparison, and the guarantee of all private trials and runs together."""
+        """Return the notes of the comparison and of trials, and the guarantee of all private trials and runs together."""
+        diverged = [name for name, best in self.tuned.items() if best.value is None]
         together = composition_note([*self.spent, *chain.from_iterable(self.comparison.summaries.values())])
-        return [*self.comparison.notes(), *([f"Trials and comparison: {together}"] if self.spent and together else [])]
+        return [
+            *self.comparison.notes(),
+            *(f"All trials of {name} diverged, so its options are those of the first one." for name in diverged),
+            *([f"Trials and comparison: {together}"] if self.spent and together else []),
+        ]
 
 
 def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> TunedMethod:
@@ -95,7 +100,7 @@ def best_of_trials(plan: TuningPlan, name: str, study: Study, seed: int) -> Tune
     figure = f"validation {plan.objective.title}"
     figure = f"{figure} of personal models" if name in plan.personal else figure
     config = with_absolute_paths(plan.of(name, options)).model_copy(update={"seed": seed})
-    return TunedMethod(options, best.value, first, figure, counts, study.importance(), config)
+    return TunedMethod(options, finite_value(best), first, figure, counts, study.importance(), config)
 
 
 def write_results(folder: Path, tuned: Mapping[str, TunedMethod], rows: list[dict[str, Any]]) -> None:

@@ -254,20 +254,25 @@ class Study:
         return finished + early * [max(finished, key=lambda each: each["epsilon"])] if finished else []
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return one row per trial."""
+        """Return one row per trial; the value of a trial that diverged is None."""
         states = {"COMPLETE": "finished", "PRUNED": "ended early", "FAIL": "failed"}
         return [
             {
                 "method": self.name,
                 "trial": trial.number,
                 "state": states.get(trial.state.name, "begun"),
-                "value": trial.value if trial.state.name == "COMPLETE" else None,
+                "value": finite_value(trial) if trial.state.name == "COMPLETE" else None,
                 "rounds": trial.user_attrs.get("rounds", trial.last_step),
                 "options": self.params_of(trial),
                 "reason": trial.user_attrs.get("reason"),
             }
             for trial in self.all
         ]
+
+
+def finite_value(trial: Any) -> float | None:
+    """Return the value of a completed trial, or None if it diverged."""
+    return float(trial.value) if math.isfinite(trial.value) else None
 
 
 class Trial:
