@@ -84,6 +84,7 @@ HUGE = 10**5000
             lambda fed: unskew.compare(fed, methods="fedavg", seeds=HUGE, **BUDGET),
             "the number of seeds must be from 1 to",
         ),
+        (lambda fed: unskew.compare(fed, methods="fedavg", seeds=True, **BUDGET), "seeds must be a number of seeds"),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[[]], **BUDGET), "A seed must be an integer"),
         (lambda fed: unskew.compare(fed, methods="fedavg", seeds=[0, True], **BUDGET), "A seed must be an integer"),
         (lambda fed: unskew.run(fed, resume="yes", **BUDGET), "resume needs a run folder"),
