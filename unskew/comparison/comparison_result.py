@@ -14,6 +14,7 @@ from unskew.attacks.registry import divergence_remedy
 from unskew.comparison.benefit import Benefit, assess_benefit
 from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.references import is_reference
+from unskew.comparison.significance import are_equal
 from unskew.comparison.summary_statistics import (
     averaged_keys,
     mean_or_none,
@@ -199,7 +200,7 @@ class Comparison(NotebookTable):
 
         Returns:
             Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
-            Student's t, which needs two seeds.
+            Student's t, which needs two seeds with different differences.
 
         Raises:
             ConfigError: If no summary has the key.
@@ -211,7 +212,7 @@ class Comparison(NotebookTable):
         for base, name in permutations(self.summaries, 2):
             values = paired_differences(self.summaries[name], self.summaries[base], key)
             if values:
-                low, high = interval95(values) or (None, None)
+                low, high = (not are_equal(values) and interval95(values)) or (None, None)
                 row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
                 rows.append({**row, "low": low, "high": high})
         return rows

@@ -10,7 +10,7 @@ from unskew.comparison.benefit import Benefit
 from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import TITLE as REFERENCES_TITLE
 from unskew.comparison.references import is_local, is_reference
-from unskew.comparison.significance import LEVEL, holm, paired_p
+from unskew.comparison.significance import LEVEL, are_equal, holm, paired_p
 from unskew.comparison.summary_statistics import (
     CLIENT_MODELS,
     OVER_CLIENTS,
@@ -209,9 +209,12 @@ def difference_table(part: RunGroup) -> Table | None:
                 tests.append(paired_differences(own, others, name))
                 own_rows[-1] += _difference(judge, tests[-1])
         for offset, at in enumerate((5, 8)):  # each column is a family of tests
-            corrected = holm([paired_p(values) for values in tests[offset :: len(names)]])
-            for row, p in zip(own_rows, corrected, strict=True):
-                row[at] = row[at] if row[at].text == "-" else Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
+            p_values = [paired_p(values) for values in tests[offset :: len(names)]]
+            corrected = iter(holm([p for p in p_values if p is not None]))
+            for row, untested in zip(own_rows, (p is None for p in p_values), strict=True):
+                if not untested:
+                    p = next(corrected)
+                    row[at] = Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
         rows += own_rows
         groups += [base] * len(own_rows)
     if not rows:
@@ -220,7 +223,8 @@ def difference_table(part: RunGroup) -> Table | None:
     columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
     caption = (
         "Differences to another method, paired by seed, with 95 % intervals of Student's t. Significance is at the 5 % "
-        "level, with p-values corrected by Holm's method for the number of methods"
+        "level, with p-values corrected by Holm's method for the number of methods; differences that are equal in all seeds "
+        "cannot be tested"
     )
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
@@ -248,7 +252,9 @@ def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
     cell = Cell(f"{factor * mean:+.{1 if judge.percent else 4}f}", factor * mean)
     if interval is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("yes")]
+    if are_equal(values):
+        return [cell, Cell("-"), Cell("equal in all seeds")]
+    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("-")]
 
 
 def target_table(part: RunGroup) -> Table | None:

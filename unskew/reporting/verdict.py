@@ -65,8 +65,11 @@ def _lead(best: str, others: Sequence[str], judge: MetricInfo, summaries: Summar
     interval = interval95(leads)
     if interval is None:
         return f"{text}; one seed cannot show whether that is more than chance."
+    p = paired_p(leads)
+    if p is None:
+        return f"{text}; all {len(leads)} seeds differ by the same amount, which cannot show whether it is more than chance."
     text += f" (95 % interval {interval_text(judge, interval, '+')}, paired by seed"
-    p = min(1.0, len(others) * paired_p(leads))
+    p = min(1.0, len(others) * p)
     text += f"; p {p:.3f}, corrected for {len(others)} comparisons)" if len(others) > 1 else f"; p {p:.3f})"
     if interval[0] > 0 and p <= LEVEL:
         return f"{text}: conclusive for these samples, which all seeds share."
