@@ -69,6 +69,14 @@ class Comparison(NotebookTable):
         """Summaries of the methods, without the reference rows."""
         return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
+    @cached_property
+    def closed_histories(self) -> dict[str, list[list[dict[str, Any]]]]:
+        """Histories, in which the model after a method's closing step is a further row."""
+        return {
+            name: [[*with_closing(*run)] for run in zip(self.histories[name], summaries, strict=True)]
+            for name, summaries in self.summaries.items()
+        }
+
     @property
     def objective(self) -> MetricInfo:
         """Metric by which the runs are compared."""
@@ -135,11 +143,8 @@ class Comparison(NotebookTable):
         """
         table = []
         for name, summaries in self.summaries.items():
-            histories = self.histories[name]
-            reached = (
-                first_reaching(with_closing(history, summary), self.target, self.objective)
-                for history, summary in zip(histories, summaries, strict=True)
-            )
+            histories = self.closed_histories[name]
+            reached = (first_reaching(history, self.target, self.objective) for history in histories)
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}

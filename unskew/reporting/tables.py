@@ -264,7 +264,8 @@ def target_table(part: RunGroup) -> Table | None:
     for method_runs in part.ranked:
         if not part.comparison.has_global_model(method_runs.label):
             continue
-        firsts = (first_reaching(run.history, part.target, judge) for run in method_runs.runs)
+        histories = part.comparison.closed_histories[method_runs.label]
+        firsts = (first_reaching(history, part.target, judge) for history in histories)
         reached = [row for row in firsts if row is not None]
         cells = [Cell("")] * (3 + len(timed))
         if len(reached) == len(method_runs.runs):
