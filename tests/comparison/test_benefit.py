@@ -378,3 +378,11 @@ def test_survival_has_no_words_of_classes(tmp_path):
     assert "Events are held-out samples whose event was observed." in text
     assert "class shares" not in text
     assert "rarest" not in text
+
+
+def test_a_method_with_a_lost_seed_is_chosen_only_if_no_other_has_all_seeds():
+    summaries = {"a": [summary(0, None), summary(1, 0.9)], "b": [summary(0, 0.5), summary(1, 0.6)]}
+    clients = {name: [[row(k, 30 + k, N) for k in range(3)] for _ in range(2)] for name in summaries}
+    found = assess_benefit(summaries, clients)
+    assert (found.labels["federated"], found.candidates["federated"]) == ("b", 2)
+    assert assess_benefit({"a": summaries["a"]}, clients).labels["federated"] == "a"

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from scipy import stats
+
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.reporting.tables import difference_table, target_table
@@ -30,6 +32,11 @@ def group(accuracies, more=None, target=0.5):
     return RunGroup("title", series, target)
 
 
+def ranking(*arguments):
+    """Return the verdict without whether federated training helps, which is not known without clients."""
+    return verdict(group(*arguments))[1:]
+
+
 def test_a_lead_that_is_equal_in_all_seeds_is_not_tested():
     part = group({"a": [0.31, 0.41, 0.61], "b": [0.30, 0.40, 0.60]})
     lead = next(text for text in verdict(part) if "ahead" in text)
@@ -45,3 +52,29 @@ def test_a_lead_that_is_equal_in_all_seeds_is_not_tested():
 def test_a_closing_step_that_reaches_the_target_is_in_the_table_of_costs():
     part = group({"ccvr": [0.9]}, {"ccvr": {"accuracy_before_closing": 0.2}}, target=0.8)
     assert [cell.text for cell in target_table(part).rows[0]][:3] == ["ccvr", "1 of 1", "1.0"]
+
+
+def test_methods_with_lost_seeds_are_not_ranked_ahead_and_the_number_of_seeds_is_stated():
+    part = group({"a": [None, 0.9, None], "b": [0.30, 0.31, 0.35], "c": [0.2, 0.25, 0.21]}, {"a": {"diverged": True}})
+    lines = verdict(part)[1:]
+    assert lines[0] == "b is the best of 3 methods: test accuracy 32.0 % after the last round, mean over 3 seeds."
+    assert lines[1] == "Ranked last, because seeds diverged or have no value: a (3 of 3 seeds)."
+    low, high = stats.t.interval(0.95, 2, 10, stats.sem([10, 6, 14]))
+    assert lines[2].startswith(
+        f"It is ahead of c, the second best, by 10.0 points (95 % interval {low:+.1f} to {high:+.1f}"
+    )
+    (row,) = [row for row in part.comparison.rows() if row["method"] == "a"]
+    assert (row["accuracy"], row["accuracy_std"]) == (0.9, None)
+    alone = ranking({"a": [None, 0.9, None]})
+    assert alone[0] == "a reaches a test accuracy of 90.0 % after the last round, mean over 1 of 3 seeds."
+
+
+def test_methods_that_are_equal_in_every_seed_have_no_lead():
+    lines = ranking({"a": [0.3, 0.4], "b": [0.3, 0.4]})
+    assert lines[0] == "a and b are equal in every seed: test accuracy 35.0 % after the last round, mean over 2 seeds."
+    assert not any("ahead" in text for text in lines)
+    lines = ranking({"a": [0.3, 0.4], "b": [0.3, 0.4], "c": [0.1, 0.3]})
+    assert lines[0].startswith("a and b are equal in every seed and the best of 3 methods: ")
+    assert lines[1].startswith("It is ahead of c, the second best, by 15.0 points")
+    same_mean = ranking({"a": [0.3, 0.4], "b": [0.4, 0.3]})
+    assert same_mean[1].startswith("Its mean equals that of b, the second best (95 % interval ")

@@ -11,7 +11,7 @@ from typing import Any
 
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
-from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, usable_values
+from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, rank_means
 from unskew.tasks.few_samples import compares_classes, has_few_samples
 from unskew.tasks.intervals import interval_fields
 from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
@@ -246,7 +246,7 @@ def assess_benefit(
     """Compare the best methods with the references and a constant; None if no client was evaluated.
 
     The best global model is that of the best method on the test set, which is not used here. The best personal models have
-    the best mean over clients.
+    the best mean over clients. Methods with diverged seeds are chosen only if there are no others.
 
     Args:
         summaries: Summary of each run, by method.
@@ -260,9 +260,9 @@ def assess_benefit(
     labels, candidates = dict[str, str](), dict[str, int]()
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
-        means = {name: fmean(values) for name in ranked if (values := usable_values(summaries[name], key))}
+        means = rank_means({name: summaries[name] for name in ranked}, info, key)
         if means:
-            labels[model] = max(means, key=lambda name: info.rank(means[name]))
+            labels[model] = next(iter(means))
             candidates[model] = len(means)
     if not labels:
         labels, candidates = {"federated": ranked[0]}, {"federated": 1}

@@ -21,6 +21,8 @@ from unskew.comparison.summary_statistics import (
     mean_std,
     metric_keys,
     paired_differences,
+    rank_means,
+    seeds_text,
     std_key,
     usable_values,
 )
@@ -109,7 +111,9 @@ class Comparison(NotebookTable):
         values = usable_values(self.summaries[best], self.objective.name)
         sampling = sampling_error_text(self.summaries[best], self.objective)
         if values and sampling:
-            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+            over = seeds_text(len(values), len(self.summaries[best]))
+            value = value_text(self.objective, fmean(values), sign=" %")
+            lines.append(f"Test set: {best} scores {value}{over}{sampling}.")
         return lines
 
     def _sentences(self) -> list[str]:
@@ -137,6 +141,8 @@ class Comparison(NotebookTable):
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
+        They are over the seeds in which a metric is defined; there is no standard deviation of a single value.
+
         ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
         true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
         those of the clients' own models.
@@ -153,7 +159,7 @@ class Comparison(NotebookTable):
             metrics = metric_keys(summaries[0])
             for key in (*averaged_keys(summaries[0]), *metrics):
                 values = [s[key] for s in summaries if s.get(key) is not None]
-                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
+                row[key], row[std_key(key)] = mean_or_none(values), mean_std(values)[1] if len(values) > 1 else None
             for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
                 if key in summaries[0]:
                     spent = [summary[key] for summary in summaries]
@@ -265,9 +271,9 @@ def default_target(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> floa
     """
     objective = objective_metric(next(iter(summaries.values()))[0])
     for references in (False, True):
-        groups = [group for name, group in summaries.items() if is_reference(name) is references]
-        means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
+        groups = {name: group for name, group in summaries.items() if is_reference(name) is references}
+        means = rank_means(groups, objective, f"best_{objective.name}")
         if means:
-            constants = usable_values(chain.from_iterable(groups), f"constant_{objective.name}")
-            return objective.default_target(max(means, key=objective.rank), mean_or_none(constants))
+            constants = usable_values(chain.from_iterable(groups.values()), f"constant_{objective.name}")
+            return objective.default_target(next(iter(means.values())), mean_or_none(constants))
     return 0.0

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unskew.comparison.benefit import client_label, num_events, rarest_class
-from unskew.comparison.summary_statistics import is_usable_number, usable_values
+from unskew.comparison.summary_statistics import is_usable_number, rank_means
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
@@ -195,14 +195,9 @@ BEST = 4
 
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     """Return the best methods whose first run has curves of a classifier or of survival."""
-    judge = part.objective
-
-    def rank(method_runs: MethodRuns) -> float:
-        values = usable_values((run.summary for run in method_runs.runs), judge.name)
-        return judge.rank(float(np.mean(values))) if values else -np.inf
-
-    classifiers = [method_runs for method_runs in part.series if method_runs.runs[0].curves]
-    return sorted(classifiers, key=rank, reverse=True)[:BEST]
+    classifiers = {method_runs.label: method_runs for method_runs in part.series if method_runs.runs[0].curves}
+    ranked = rank_means({label: part.comparison.summaries[label] for label in classifiers}, part.objective)
+    return [classifiers[label] for label in {**ranked, **classifiers}][:BEST]
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
