@@ -24,7 +24,7 @@ from unskew.comparison.summary_statistics import (
     usable_values,
 )
 from unskew.records.recorder import first_reaching
-from unskew.reporting.chart_data import gini
+from unskew.reporting.chart_data import gini, honest_clients
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
@@ -292,7 +292,7 @@ def fairness_table(part: RunGroup) -> Table | None:
             if means[0] is None:
                 continue
             unseen, name = whose in UNSEEN, f"personal_{judge.name}" if "personal" in whose else judge.name
-            rows_of = [[row for row in run.clients if row.get("unseen", False) is unseen] for run in method_runs.runs]
+            rows_of = [honest_clients(run.clients, unseen) for run in method_runs.runs]
             scored = [usable_values(own, name) for own in rows_of]
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             # R² may be negative, so a share of the total is not defined.
@@ -314,8 +314,8 @@ def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     personal = f"personal_{judge.name}"
     pairs = [
         (row[personal], row[judge.name])
-        for row in run.clients
-        if "unseen" not in row and all(is_usable_number(row.get(name)) for name in (personal, judge.name))
+        for row in honest_clients(run.clients)
+        if all(is_usable_number(row.get(name)) for name in (personal, judge.name))
     ]
     return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 
