@@ -3,7 +3,8 @@
 from scipy import stats
 from support.run_groups import group
 
-from unskew.reporting.tables import difference_table
+from unskew.cli.comparison_tables import clients_table
+from unskew.reporting.tables import difference_table, fairness_table
 from unskew.reporting.verdict import verdict
 
 
@@ -48,3 +49,18 @@ def test_methods_that_are_equal_in_every_seed_have_no_lead():
     assert lines[1].startswith("It is ahead of c, the second best, by 15.0 points")
     same_mean = ranking({"a": [0.3, 0.4], "b": [0.4, 0.3]})
     assert same_mean[1].startswith("Its mean equals that of b, the second best (95 % interval ")
+
+
+def test_the_verdict_and_the_choice_of_the_best_are_those_of_the_kept_models():
+    kept = {"test_samples": 100, "kept_round": 1, "kept_accuracy_low": 0.6, "kept_accuracy_high": 0.8}
+    more = {"a": {**kept, "kept_accuracy": 0.7, "client_accuracy_mean": 0.6}, "b": {**kept, "kept_accuracy": 0.5}}
+    clients = [{"client": k, "samples": 9, "num_held_out": 50, "accuracy": 0.5 + k / 10} for k in range(3)]
+    part = group({"a": [0.2], "b": [0.4]}, more, clients=clients)
+    assert part.comparison.benefit.labels["federated"] == "a"
+    sampling = "(95 % interval 60.0 to 80.0, sampling error of 100 test samples)"
+    assert part.comparison.answers()[-1] == f"Test set: a scores 70.0 % {sampling}."
+    assert f"a is the best of 2 methods: test accuracy 70.0 % of the kept model {sampling}." in verdict(part)
+    assert "It is ahead of b, the second best, by 20.0 points; one seed" in " ".join(verdict(part))
+    assert fairness_table(part).caption == "Accuracy over clients of the kept model, mean over seeds"
+    rows = [{**row, "personal_accuracy_mean": 0.5} for row in part.comparison.rows()]
+    assert str(clients_table(rows).title).endswith("on the clients' own data, kept model")

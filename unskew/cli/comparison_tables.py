@@ -310,7 +310,8 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     scored = judge.name
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
-    title = f"{judge.heading}{unit_text(judge)} on the clients' own data, last round"
+    which = "kept model" if any(f"kept_{objective_metric(row).name}" in row for row in rows) else "last round"
+    title = f"{judge.heading}{unit_text(judge)} on the clients' own data, {which}"
     columns = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = MethodRows(title, map(method_title, rows), *columns)
     for row in rows:

@@ -11,7 +11,7 @@ from typing import Any
 
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
-from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, rank_means
+from unskew.comparison.summary_statistics import Summary, final_metrics, interval_of, is_usable_number, rank_means
 from unskew.tasks.few_samples import compares_classes, has_few_samples
 from unskew.tasks.intervals import interval_fields
 from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
@@ -260,7 +260,7 @@ def assess_benefit(
     labels, candidates = dict[str, str](), dict[str, int]()
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
-        means = rank_means({name: summaries[name] for name in ranked}, info, key)
+        means = rank_means({name: [*map(final_metrics, summaries[name])] for name in ranked}, info, key)
         if means:
             labels[model] = next(iter(means))
             candidates[model] = len(means)

@@ -16,7 +16,9 @@ from unskew.comparison.benefit_text import benefit_sentences, sampling_error_tex
 from unskew.comparison.references import is_reference
 from unskew.comparison.significance import are_equal
 from unskew.comparison.summary_statistics import (
+    Summary,
     averaged_keys,
+    final_metrics,
     mean_or_none,
     mean_std,
     metric_keys,
@@ -71,6 +73,11 @@ class Comparison(NotebookTable):
         """Summaries of the methods, without the reference rows."""
         return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
+    @property
+    def ranked_final(self) -> dict[str, list[Summary]]:
+        """Summaries of the methods, with the metrics of the model that a run with ``keep: best`` keeps."""
+        return {name: [final_metrics(summary) for summary in group] for name, group in self.ranked.items()}
+
     @cached_property
     def closed_histories(self) -> dict[str, list[list[dict[str, Any]]]]:
         """Histories, in which the model after a method's closing step is a further row."""
@@ -108,10 +115,11 @@ class Comparison(NotebookTable):
         lines, best = benefit_sentences(self.benefit), self.benefit.labels.get("federated")
         if best is None:
             return lines
-        values = usable_values(self.summaries[best], self.objective.name)
-        sampling = sampling_error_text(self.summaries[best], self.objective)
+        summaries = self.ranked_final[best]
+        values = usable_values(summaries, self.objective.name)
+        sampling = sampling_error_text(summaries, self.objective)
         if values and sampling:
-            over = seeds_text(len(values), len(self.summaries[best]))
+            over = seeds_text(len(values), len(summaries))
             value = value_text(self.objective, fmean(values), sign=" %")
             lines.append(f"Test set: {best} scores {value}{over}{sampling}.")
         return lines

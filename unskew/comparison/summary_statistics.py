@@ -77,6 +77,24 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept_keys, *attack]))
 
 
+KEPT = "kept_"
+"""Prefix of the metrics of the model that a run with ``keep: best`` keeps."""
+
+
+def final_metrics(summary: Summary) -> Summary:
+    """Return a summary in which metrics of the kept model replace those of the last round, as in metrics over clients.
+
+    >>> final_metrics({"accuracy": 0.5, "kept_accuracy": 0.7, "kept_round": 2})["accuracy"]
+    0.7
+    """
+    return {**summary, **{name.removeprefix(KEPT): value for name, value in summary.items() if name.startswith(KEPT)}}
+
+
+def keeps_best(summaries: Iterable[Summary]) -> bool:
+    """Return whether runs keep the model of their best round."""
+    return any("kept_round" in summary for summary in summaries)
+
+
 def mean_std(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation (0 for a single value).
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from unskew.comparison.benefit import client_label, num_events, rarest_class
-from unskew.comparison.summary_statistics import is_usable_number, rank_means
+from unskew.comparison.summary_statistics import final_metrics, is_usable_number, rank_means
 from unskew.methods.registry import METHODS, rule_class
 from unskew.plots.curves import rows_of_common_rounds
 from unskew.plots.figure import MARKERS, PALETTE
@@ -198,7 +198,9 @@ BEST = 4
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     """Return the best methods whose first run has curves of a classifier or of survival."""
     classifiers = {method_runs.label: method_runs for method_runs in part.series if method_runs.runs[0].curves}
-    ranked = rank_means({label: part.comparison.summaries[label] for label in classifiers}, part.objective)
+    ranked = rank_means(
+        {label: [*map(final_metrics, part.comparison.summaries[label])] for label in classifiers}, part.objective
+    )
     return [classifiers[label] for label in {**ranked, **classifiers}][:BEST]
 
 

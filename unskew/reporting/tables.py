@@ -16,6 +16,7 @@ from unskew.comparison.summary_statistics import (
     OVER_CLIENTS,
     UNSEEN,
     is_usable_number,
+    keeps_best,
     mean_or_none,
     mean_std,
     paired_differences,
@@ -305,7 +306,8 @@ def fairness_table(part: RunGroup) -> Table | None:
         return None
     worst = [metric_title(title, judge) for title in ("worst decile", "worst client")]
     columns = [metric_title("mean", judge), "std over clients", *worst, "Gini", "clients it serves better, %"]
-    caption = f"{judge.heading} over clients after the last round, mean over seeds"
+    which = "of the kept model" if keeps_best(run.summary for run in part.runs) else "after the last round"
+    caption = f"{judge.heading} over clients {which}, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 

@@ -10,6 +10,7 @@ from unskew.comparison.significance import LEVEL, TINY, paired_p
 from unskew.comparison.summary_statistics import (
     Summary,
     incomplete_seeds,
+    keeps_best,
     paired_differences,
     rank_means,
     seeds_text,
@@ -31,7 +32,7 @@ def verdict(part: RunGroup) -> list[str]:
     """
     answers = benefit_sentences(part.comparison.benefit)
     judge = part.objective
-    summaries = part.comparison.ranked
+    summaries = part.comparison.ranked_final
     means = rank_means(summaries, judge)
     if not means:
         return answers
@@ -39,7 +40,7 @@ def verdict(part: RunGroup) -> list[str]:
     value = value_text(judge, means[best], sign=" %")
     over = seeds_text(len(usable_values(summaries[best], judge.name)), len(summaries[best]))
     over += sampling_error_text(summaries[best], judge)
-    reached = f"{value} after the last round{over}."
+    reached = f"{value} {'of the kept model' if keeps_best(summaries[best]) else 'after the last round'}{over}."
     if not others:
         return [*answers, f"{best} reaches a test {judge.title} of {reached}", f"{_cost(best, summaries)}."]
     equal = [label for label in others if _is_equal(summaries[best], summaries[label], judge)]
