@@ -102,7 +102,7 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
         if own_bytes is None or base is None:
             return None
         needed = base.get("bytes_to_target")  # a base that misses the target needs at least what it sent
-        return 1 - float(own_bytes) / (base["bytes_up"] + base["bytes_down"] if needed is None else needed)
+        return 1.0 - float(own_bytes) / float(base["bytes_up"] + base["bytes_down"] if needed is None else needed)
     if name == "bytes_total":
         return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):
