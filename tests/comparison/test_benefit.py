@@ -230,7 +230,7 @@ def test_the_constant_of_a_regression_is_the_mean_of_each_client_and_the_verdict
     assert [text for text in first if text.strip()][: len(answers) - 1] == answers[:-1]
     assert answers[-1].startswith("Test set: fedavg scores ")
     assert "sampling error of 80 test samples); no better than a constant, which scores" in answers[-1]
-    best = next(text for text in page.texts if " is the best of 2 methods" in text)
+    best = next(text for text in page.texts if text.startswith("fedavg and ditto are equal in every seed: "))
     assert "no better than a constant, which scores" in best
     assert "sampling error of 80 test samples" in best
     assert page.column("benefit of clients", "constant") == [100 * entry["constant"] for entry in result.benefit.rows()]
@@ -378,3 +378,11 @@ def test_survival_has_no_words_of_classes(tmp_path):
     assert "Events are held-out samples whose event was observed." in text
     assert "class shares" not in text
     assert "rarest" not in text
+
+
+def test_a_method_with_a_lost_seed_is_chosen_only_if_no_other_has_all_seeds():
+    summaries = {"a": [summary(0, None), summary(1, 0.9)], "b": [summary(0, 0.5), summary(1, 0.6)]}
+    clients = {name: [[row(k, 30 + k, N) for k in range(3)] for _ in range(2)] for name in summaries}
+    found = assess_benefit(summaries, clients)
+    assert (found.labels["federated"], found.candidates["federated"]) == ("b", 2)
+    assert assess_benefit({"a": summaries["a"]}, clients).labels["federated"] == "a"

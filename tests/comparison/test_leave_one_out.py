@@ -13,10 +13,11 @@ from sklearn.metrics import roc_auc_score
 from support.running import call
 
 import unskew
-from unskew.comparison.leave_one_out import leave_one_out
+from unskew.comparison.leave_one_out import LeaveOneOut, leave_one_out, site_row
 from unskew.config.loader import experiment
 from unskew.data.load import load_partitioned
 from unskew.errors import ConfigError
+from unskew.tasks.primary_metric import metric_info
 
 RUN = {"model": "logistic", "rounds": 3, "local_steps": 4, "batch_size": 16, "lr": 0.1, "engine": "inline"}
 DATA = {"label": "ill", "partition": "natural:site", "split_by": "column:part", "exclude": ["row"], "holdout": 0.3}
@@ -113,6 +114,27 @@ def test_named_clients_are_unseen(table):
     passed = unskew.run(whole, unseen=["3"], **RUN)
     assert [row["name"] for row in passed.clients if row.get("unseen")] == ["3"]
     assert unskew.load_federation("digits", clients=4, unseen=[0, 2]).sizes.shape == (2,)
+
+
+def test_a_client_without_held_out_samples_has_no_metric_on_them():
+    """Its rows have the accuracy on the test set, weighted by its classes."""
+    here = {"name": "a", "client": 0, "samples": 9, "num_held_out": 0, "accuracy": 0.7, "personal_accuracy": 0.8}
+    left_out = {**here, "unseen": True, "all_accuracy": 0.6}
+    row = site_row("fedavg", "a", [[here]], [[left_out]], "accuracy")
+    assert (row["all"], row["without"], row["with"], row["difference"]) == (0.6, None, None, None)
+    tested = site_row("ft", "a", [[{**here, "num_held_out": 5}]], [[{**left_out, "num_held_out": 5}]], "accuracy")
+    assert (tested["without"], tested["with"], tested["difference"]) == (0.8, 0.8, 0)
+
+
+def test_intervals_of_means_over_clients_stay_within_the_range_of_the_metric():
+    rows = [{"method": "a", "all": v, "without": v, "with": 0.1, "difference": v - 0.1} for v in (0.0, 0.2)]
+    half = stats.t.ppf(0.975, 1) * stats.sem([0.0, 0.2])
+    for name, low in (("accuracy", 0), ("r2", 0.1 - half)):
+        (mean,) = LeaveOneOut(None, metric_info(name), rows).means()
+        assert mean["all_interval"] == pytest.approx((low, 1), abs=1e-6)
+        assert mean["difference_interval"] == pytest.approx((-half, half), abs=1e-6)
+    (mean,) = LeaveOneOut(None, metric_info("loss"), rows).means()
+    assert mean["all_interval"] == pytest.approx((0.1 - half, 0.1 + half), abs=1e-6)
 
 
 @pytest.mark.parametrize(

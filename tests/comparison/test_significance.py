@@ -62,7 +62,12 @@ def test_repeating_the_same_clients_in_more_seeds_does_not_narrow_the_interval()
 def test_the_paired_p_value_is_that_of_scipy():
     values = np.random.default_rng(1).normal(0.5, size=7)
     assert paired_p(values) == pytest.approx(stats.ttest_1samp(values, 0).pvalue, rel=1e-12)
-    assert [paired_p([0.3]), paired_p([0.0, 0.0]), paired_p([0.2, 0.2])] == [1.0, 1.0, 0.0]
+
+
+@pytest.mark.parametrize("values", [[0.3], [0.0, 0.0], [0.01, 0.01], [0.9 - 0.8, 0.8 - 0.7, 0.3 - 0.2], [1e-17, 2e-17]])
+def test_differences_without_a_spread_are_not_tested(values):
+    assert paired_p(values) is None
+    assert mean_over_clients([values, values]).interval is None
 
 
 def test_holm_equals_values_by_hand():

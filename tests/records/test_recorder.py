@@ -467,6 +467,15 @@ def test_convergence_is_drawn_over_whole_rounds(tmp_path, monkeypatch):
     assert all(tick == int(tick) for tick in left.get_xticks())
 
 
+def test_convergence_averages_the_same_rounds_of_all_seeds(monkeypatch):
+    monkeypatch.setattr(curves, "save_or_return", lambda figure, path: figure)
+    seeds = [[(1, 0.1), (2, 0.2), (3, 0.3)], [(1, None), (2, 0.4), (3, 0.7)]]
+    figure = plot_convergence({"a": [[row(*entry, bytes_up=1, bytes_down=1) for entry in own] for own in seeds]}, None)
+    (line,) = figure.axes[0].lines
+    assert [*line.get_xdata()] == [2, 3]
+    assert line.get_ydata() == pytest.approx([30, 50])
+
+
 def test_signs_of_coefficients_are_bars_up_and_down(tmp_path):
     _, ((axis,),) = new_figure(4, 3)
     plot_signs(axis, [1, 3, 5], [2, 4, 1], [1, 0, 5])

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from rich.console import Console
+from scipy import stats
 from support.evaluation import evaluator, held_out, one_hot, shown
 from support.federations import blobs
 from support.running import call
@@ -290,3 +291,13 @@ def test_a_metric_that_clients_do_not_report_is_not_called_undefined():
     )
     measured = replace(scores, others={"auroc": np.array([np.nan, 1.0])})
     assert measured.metrics("client", metric_info("auroc"))["client_auroc_undefined_names"] == [0]
+
+
+def test_the_interval_of_a_mean_over_clients_stays_within_the_range_of_the_metric():
+    """Student's interval of 0.1 and 0.9 is 0.5 -+ 12.7 * 0.4."""
+    scores = ClientScores(np.array([0.1, 0.9]), "held-out", np.array([0.1, 0.9]), np.array([0, 1]))
+    half = stats.t.ppf(0.975, 1) * 0.4
+    for metric, wanted in (("accuracy", (0, 1)), ("loss", (0.5 - half, 0.5 + half))):
+        found = scores.metrics("client", metric_info(metric))
+        ends = [found[f"client_{metric}_mean_{end}"] for end in ("low", "high")]
+        assert ends == pytest.approx(wanted, abs=1e-5)

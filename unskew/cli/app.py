@@ -231,7 +231,7 @@ def compare(
     result = outcome.comparison if isinstance(outcome, LeaveOneOut) else outcome
     rows = result.rows()
     ranked = [row for row in rows if not row["reference"]]
-    of_methods = {name: result.histories[name] for name in result.ranked if result.has_global_model(name)}
+    of_methods = {name: result.closed_histories[name] for name in result.ranked if result.has_global_model(name)}
     if as_json:
         target_rows = [] if target is None else target_costs(of_methods, target, result.objective)
         costs_of = [asdict(cost) for cost in target_rows]

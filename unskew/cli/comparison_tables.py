@@ -207,7 +207,7 @@ def comparison_table(rows: Sequence[dict[str, Any]], tuned: bool = False) -> Tab
 def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricInfo | None = None) -> Table:
     """Build the table of costs to reach the target, one row per method.
 
-    ``>`` marks lower bounds, used if a method does not reach the target.
+    ``≥`` marks lower bounds of comparisons with a method that misses the target in a seed.
 
     Args:
         rows: Costs of each method.
@@ -221,8 +221,8 @@ def reaching_table(rows: Sequence[TargetCost], target: float, objective: MetricI
     columns += ["seconds to target"] if timed else []
     table = MethodRows(title, (row.method for row in rows), *columns)
     for row in rows:
-        faster = "-" if row.speed_up is None else f"{'>' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
-        saving = "-" if row.saving is None else f"{'>' if row.saving_at_least else ''}{100 * row.saving:.1f}"
+        faster = "-" if row.speed_up is None else f"{'≥' if row.speed_up_at_least else ''}{row.speed_up:.1f}"
+        saving = "-" if row.saving is None else f"{'≥' if row.saving_at_least else ''}{100 * row.saving:.1f}"
         rounds = f">{row.limit}" if row.rounds is None else f"{row.rounds:.1f}"
         cells = [rounds, faster, row.against or "", format_megabytes(row.bytes), saving, format_number(row.seconds)]
         table.add_row(MethodExpressionCell(row.method), *cells[: len(columns)])
@@ -310,7 +310,8 @@ def clients_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     scored = judge.name
     if all(row.get(f"{whose}_{scored}_mean") is None for row in rows for whose in ("personal", *UNSEEN)):
         return None
-    title = f"{judge.heading}{unit_text(judge)} on the clients' own data, last round"
+    which = "kept model" if any(f"kept_{objective_metric(row).name}" in row for row in rows) else "last round"
+    title = f"{judge.heading}{unit_text(judge)} on the clients' own data, {which}"
     columns = ("model", "mean", "std over clients", "worst decile", "worst client")
     table = MethodRows(title, map(method_title, rows), *columns)
     for row in rows:

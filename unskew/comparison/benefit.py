@@ -11,9 +11,9 @@ from typing import Any
 
 from unskew.comparison.references import is_local, is_reference
 from unskew.comparison.significance import Estimate, difference, holm, mean_over_clients
-from unskew.comparison.summary_statistics import Summary, interval_of, is_usable_number, usable_values
+from unskew.comparison.summary_statistics import Summary, final_metrics, interval_of, is_usable_number, rank_means
 from unskew.tasks.few_samples import compares_classes, has_few_samples
-from unskew.tasks.intervals import interval_fields
+from unskew.tasks.intervals import clip_interval, interval_fields
 from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
 from unskew.tasks.registry import client_metric, objective_metric, task_scored_by
 
@@ -177,10 +177,9 @@ class Benefit:
             if (entry := client.estimate(model, base)) is not None:
                 groups.setdefault(client.group, []).append(entry.value)
         mean = mean_over_clients(list(groups.values())) if groups else None
-        if mean is None or mean.interval is None or base is not None or not self.metric.percent:
+        if mean is None or base is not None:
             return mean
-        low, high = mean.interval
-        return replace(mean, interval=(low if self.scored == "r2" else max(0.0, low), min(1.0, high)))
+        return replace(mean, interval=clip_interval(mean.interval, self.metric))
 
     def overview(self) -> list[dict[str, Any]]:
         """Return a row for each compared model: its mean over clients, and its difference to training alone.
@@ -246,7 +245,7 @@ def assess_benefit(
     """Compare the best methods with the references and a constant; None if no client was evaluated.
 
     The best global model is that of the best method on the test set, which is not used here. The best personal models have
-    the best mean over clients.
+    the best mean over clients. Methods with diverged seeds are chosen only if there are no others.
 
     Args:
         summaries: Summary of each run, by method.
@@ -260,9 +259,9 @@ def assess_benefit(
     labels, candidates = dict[str, str](), dict[str, int]()
     personal = f"personal_{metric.name}_mean"
     for model, key, info in (("federated", objective.name, objective), ("personal", personal, metric)):
-        means = {name: fmean(values) for name in ranked if (values := usable_values(summaries[name], key))}
+        means = rank_means({name: [*map(final_metrics, summaries[name])] for name in ranked}, info, key)
         if means:
-            labels[model] = max(means, key=lambda name: info.rank(means[name]))
+            labels[model] = next(iter(means))
             candidates[model] = len(means)
     if not labels:
         labels, candidates = {"federated": ranked[0]}, {"federated": 1}

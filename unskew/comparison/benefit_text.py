@@ -116,13 +116,12 @@ def sampling_error_text(summaries: Sequence[Mapping[str, Any]], metric: MetricIn
     """Describe the sampling error of the test set and the value of a constant, to follow a method's mean over seeds.
 
     Args:
-        summaries: Summaries of the method's runs.
+        summaries: Summaries of the method's runs, with the metrics of the final model.
         metric: Metric on the test set.
     """
     value, constant = (mean_or_none(usable_values(summaries, f"{whose}{metric.name}")) for whose in ("", "constant_"))
-    samples, keeps_best = summaries[0].get("test_samples"), f"kept_{metric.name}" in summaries[0]
-    # With keep=best, the interval is that of another round.
-    interval = None if keeps_best or not is_usable_number(samples) else interval_of(summaries, metric.name)
+    samples = summaries[0].get("test_samples")
+    interval = interval_of(summaries, metric.name) if is_usable_number(samples) else None
     ends = interval_text(metric, interval)
     text = f" (95 % interval {ends}, sampling error of {samples:,} test samples)" if ends else ""
     if value is None or constant is None:

@@ -14,12 +14,17 @@ from unskew.attacks.registry import divergence_remedy
 from unskew.comparison.benefit import Benefit, assess_benefit
 from unskew.comparison.benefit_text import benefit_sentences, sampling_error_text
 from unskew.comparison.references import is_reference
+from unskew.comparison.significance import are_equal
 from unskew.comparison.summary_statistics import (
+    Summary,
     averaged_keys,
+    final_metrics,
     mean_or_none,
     mean_std,
     metric_keys,
     paired_differences,
+    rank_means,
+    seeds_text,
     std_key,
     usable_values,
 )
@@ -69,6 +74,19 @@ class Comparison(NotebookTable):
         return {name: group for name, group in self.summaries.items() if not is_reference(name)}
 
     @property
+    def ranked_final(self) -> dict[str, list[Summary]]:
+        """Summaries of the methods, with the metrics of the model that a run with ``keep: best`` keeps."""
+        return {name: [final_metrics(summary) for summary in group] for name, group in self.ranked.items()}
+
+    @cached_property
+    def closed_histories(self) -> dict[str, list[list[dict[str, Any]]]]:
+        """Histories, in which the model after a method's closing step is a further row."""
+        return {
+            name: [[*with_closing(*run)] for run in zip(self.histories[name], summaries, strict=True)]
+            for name, summaries in self.summaries.items()
+        }
+
+    @property
     def objective(self) -> MetricInfo:
         """Metric by which the runs are compared."""
         return objective_metric(next(iter(self.summaries.values()))[0])
@@ -97,10 +115,13 @@ class Comparison(NotebookTable):
         lines, best = benefit_sentences(self.benefit), self.benefit.labels.get("federated")
         if best is None:
             return lines
-        values = usable_values(self.summaries[best], self.objective.name)
-        sampling = sampling_error_text(self.summaries[best], self.objective)
+        summaries = self.ranked_final[best]
+        values = usable_values(summaries, self.objective.name)
+        sampling = sampling_error_text(summaries, self.objective)
         if values and sampling:
-            lines.append(f"Test set: {best} scores {value_text(self.objective, fmean(values), sign=' %')}{sampling}.")
+            over = seeds_text(len(values), len(summaries))
+            value = value_text(self.objective, fmean(values), sign=" %")
+            lines.append(f"Test set: {best} scores {value}{over}{sampling}.")
         return lines
 
     def _sentences(self) -> list[str]:
@@ -128,17 +149,16 @@ class Comparison(NotebookTable):
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
+        They are over the seeds in which a metric is defined; there is no standard deviation of a single value.
+
         ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
         true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
         those of the clients' own models.
         """
         table = []
         for name, summaries in self.summaries.items():
-            histories = self.histories[name]
-            reached = (
-                first_reaching(with_closing(history, summary), self.target, self.objective)
-                for history, summary in zip(histories, summaries, strict=True)
-            )
+            histories = self.closed_histories[name]
+            reached = (first_reaching(history, self.target, self.objective) for history in histories)
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
@@ -147,7 +167,7 @@ class Comparison(NotebookTable):
             metrics = metric_keys(summaries[0])
             for key in (*averaged_keys(summaries[0]), *metrics):
                 values = [s[key] for s in summaries if s.get(key) is not None]
-                row[key], row[std_key(key)] = mean_std(values) if values else (None, None)
+                row[key], row[std_key(key)] = mean_or_none(values), mean_std(values)[1] if len(values) > 1 else None
             for key in ("epsilon", "epsilon_if_secret", "epsilon_replaced"):
                 if key in summaries[0]:
                     spent = [summary[key] for summary in summaries]
@@ -199,7 +219,7 @@ class Comparison(NotebookTable):
 
         Returns:
             Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
-            Student's t, which needs two seeds.
+            Student's t, which needs two seeds with different differences.
 
         Raises:
             ConfigError: If no summary has the key.
@@ -211,7 +231,7 @@ class Comparison(NotebookTable):
         for base, name in permutations(self.summaries, 2):
             values = paired_differences(self.summaries[name], self.summaries[base], key)
             if values:
-                low, high = interval95(values) or (None, None)
+                low, high = (not are_equal(values) and interval95(values)) or (None, None)
                 row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}
                 rows.append({**row, "low": low, "high": high})
         return rows
@@ -259,9 +279,9 @@ def default_target(summaries: Mapping[str, Sequence[Mapping[str, Any]]]) -> floa
     """
     objective = objective_metric(next(iter(summaries.values()))[0])
     for references in (False, True):
-        groups = [group for name, group in summaries.items() if is_reference(name) is references]
-        means = [fmean(values) for group in groups if (values := usable_values(group, f"best_{objective.name}"))]
+        groups = {name: group for name, group in summaries.items() if is_reference(name) is references}
+        means = rank_means(groups, objective, f"best_{objective.name}")
         if means:
-            constants = usable_values(chain.from_iterable(groups), f"constant_{objective.name}")
-            return objective.default_target(max(means, key=objective.rank), mean_or_none(constants))
+            constants = usable_values(chain.from_iterable(groups.values()), f"constant_{objective.name}")
+            return objective.default_target(next(iter(means.values())), mean_or_none(constants))
     return 0.0

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from unskew.errors import ConfigError
@@ -21,12 +21,14 @@ class TargetCost:
         rounds: Mean over seeds; None if a seed does not reach the target.
         bytes: Bytes up and down of all clients until the target, including those before training; mean over seeds. None
             if a seed does not reach the target.
-        limit: Number of rounds of the run.
+        limit: Number of rounds of the longest run.
         against: The same method without its data rules (such as ``fedssyn``), if it is in the comparison.
         speed_up: Rounds of ``against`` divided by ``rounds``.
-        speed_up_at_least: Whether ``speed_up`` is a lower bound, because ``against`` does not reach the target.
+        speed_up_at_least: Whether ``speed_up`` is a lower bound, because ``against`` misses the target in a seed: there, it
+            needs at least one round more than the run has.
         saving: ``1 - bytes / bytes of fedavg``.
-        saving_at_least: Whether ``saving`` is a lower bound, because fedavg does not reach the target.
+        saving_at_least: Whether ``saving`` is a lower bound, because fedavg misses the target in a seed: there, it needs at
+            least the bytes of the whole run.
         seconds: Simulated seconds until the target, mean over seeds; None if a seed does not reach it, or without a
             virtual clock.
     """
@@ -49,57 +51,53 @@ def target_costs(
     """Compute the cost of a target for the methods of a comparison.
 
     Args:
-        histories: For each method, the history of each seed: one dictionary per round.
+        histories: For each method, the history of each seed: one dictionary per round, with the closing step of the method
+            (``Comparison.closed_histories``).
         target: Value of the objective.
         objective: Metric by which runs are compared; that of ``objective: auto`` if None.
     """
     needs = {name: _needs(runs, target, objective) for name, runs in histories.items()}
     costs = []
     for name, runs in histories.items():
-        (rounds, sent, seconds), limit = needs[name], len(runs[0])
-        cost = TargetCost(name, rounds, sent, limit, seconds=seconds)
+        own = needs[name]
+        rounds, sent = (own.rounds, own.bytes) if own.reached else (None, None)
+        limit = max(history[-1]["round"] for history in runs)
+        cost = TargetCost(name, rounds, sent, limit, seconds=own.seconds if own.reached else None)
         partner = without_data_rules(name)
         if partner != name and partner in histories:
-            needed = needs[partner][0]
+            base = needs[partner]
             cost = replace(cost, against=partner)
             if rounds is not None:
-                cost = replace(cost, speed_up=(needed or limit) / rounds, speed_up_at_least=needed is None)
+                cost = replace(cost, speed_up=base.rounds / rounds, speed_up_at_least=not base.reached)
         if "fedavg" in histories and name != "fedavg" and sent is not None:
-            needed, spent = needs["fedavg"][1], _sent([history[-1] for history in histories["fedavg"]])
-            cost = replace(cost, saving=traffic_saving(sent, needed, spent), saving_at_least=needed is None)
+            base = needs["fedavg"]
+            cost = replace(cost, saving=1 - sent / base.bytes, saving_at_least=not base.reached)
         costs.append(cost)
     return costs
 
 
-def traffic_saving(sent: float, needed: float | None, spent: float) -> float:
-    """Return ``1 - mine / needed``; if the other method did not reach the target, ``spent`` gives a lower bound.
+@dataclass(frozen=True)
+class _Needs:
+    """Means over seeds of what a target needs; lower bounds if a seed does not reach it."""
 
-    Args:
-        sent: Bytes that the method needed.
-        needed: Bytes that the other method needed; None if it did not reach the target.
-        spent: Bytes that the other method sent in the whole run.
-
-    >>> traffic_saving(3, 6, 12), traffic_saving(3, None, 12)
-    (0.5, 0.75)
-    """
-    return 1 - sent / (spent if needed is None else needed)
+    reached: bool
+    rounds: float
+    bytes: float
+    seconds: float | None
 
 
-def _needs(
-    runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None
-) -> tuple[float | None, float | None, float | None]:
-    """Return the mean rounds, bytes and simulated seconds until the target, over seeds; None if a seed misses it."""
-    rows = [row for history in runs if (row := first_reaching(history, target, objective)) is not None]
-    if len(rows) < len(runs):
-        return None, None, None
+def _needs(runs: list[list[dict[str, Any]]], target: float, objective: MetricInfo | None) -> _Needs:
+    """Return the mean rounds, bytes and simulated seconds until the target, over seeds."""
+    firsts = [first_reaching(history, target, objective) for history in runs]
+    rows = [history[-1] if first is None else first for history, first in zip(runs, firsts, strict=True)]
+    rounds = [row["round"] + (first is None) for row, first in zip(rows, firsts, strict=True)]
     times = [row["seconds_simulated"] for row in rows if "seconds_simulated" in row]
-    seconds = sum(times) / len(times) if times else None
-    return sum(row["round"] for row in rows) / len(rows), _sent(rows), seconds
-
-
-def _sent(rows: Sequence[dict[str, Any]]) -> float:
-    """Return the mean bytes up and down of rows of ``metrics.jsonl``, which count from the start of the run."""
-    return float(sum(row["bytes_up"] + row["bytes_down"] for row in rows) / len(rows))
+    return _Needs(
+        None not in firsts,
+        fmean(rounds),
+        fmean(row["bytes_up"] + row["bytes_down"] for row in rows),
+        fmean(times) if times else None,
+    )
 
 
 def without_data_rules(spelling: str) -> str:

@@ -25,7 +25,7 @@ from unskew.filesystem import parse_path, write_atomic
 from unskew.records.recorder import Callback
 from unskew.runs.api_arguments import config_from_arguments, method_expression
 from unskew.runs.summary import ALL_SAMPLES
-from unskew.tasks.intervals import interval95
+from unskew.tasks.intervals import clip_interval, interval95
 from unskew.tasks.primary_metric import MetricInfo, metric_info
 from unskew.tasks.registry import client_metric
 
@@ -46,7 +46,7 @@ class LeaveOneOut:
             ``all`` is the metric without the client in training on all of its samples, with its 95 % interval
             ``all_interval``; ``without`` and ``with`` are those without and with the client in training on its held-out
             samples, of personal models if the method trains one for the unseen client, too; and ``difference`` is the
-            first minus the second. None where undefined.
+            first minus the second. None if undefined, as the last three are for a client without held-out samples.
     """
 
     comparison: Comparison
@@ -64,7 +64,9 @@ class LeaveOneOut:
                 values = [row[key] for row in own if row["all" if key == "all" else "difference"] is not None]
                 entry |= {
                     key: mean_or_none(values),
-                    f"{key}_interval": interval95(values),
+                    f"{key}_interval": interval95(values)
+                    if key == "difference"
+                    else clip_interval(interval95(values), self.metric),
                     f"{key}_clients": len(values),
                 }
             table.append(entry)
@@ -183,7 +185,9 @@ def site_row(
 
     personal = f"personal_{metric}"
     served = personal if all(personal in row for row in (*without, *along)) else metric
-    left_out, included = mean(without, served), mean(along, served)
+    # A client without held-out samples may have a metric on the test set, weighted by its classes.
+    known = all(row.get("num_held_out") for row in (*without, *along))
+    left_out, included = (mean(rows, served) if known else None for rows in (without, along))
     ends = [mean(without, f"{ALL_SAMPLES}{metric}_{end}") for end in ("low", "high")]
     held_out = without[0].get("num_held_out", 0)
     return {

@@ -16,6 +16,10 @@ from unskew.tasks.intervals import NORMAL_95, Interval, student_95
 
 LEVEL = 0.05
 """Significance level of all decisions."""
+ROUNDING = 1e-9
+"""Largest spread of differences, relative to the largest one, that may be due to rounding."""
+TINY = 1e-12
+"""Differences of metrics below this are due to rounding, and count as zero."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +70,8 @@ def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
     """Return the mean over clients with its interval by Student's t; no interval for a group of one client.
 
     Several groups are the clients of several seeds, which divide the same samples anew. The groups are treated as
-    repetitions of one measurement, so that more seeds do not narrow the interval.
+    repetitions of one measurement, so that more seeds do not narrow the interval. If all clients of each seed have the same
+    value, their spread shows nothing, and there is no interval either.
 
     Args:
         groups: Values of the clients of each group.
@@ -75,22 +80,29 @@ def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
     ((-0.484..., 4.484...), (-0.484..., 4.484...))
     """
     mean, sizes = float(np.mean([np.mean(group) for group in groups])), list(map(len, groups))
-    if min(sizes) < 2:
+    if min(sizes) < 2 or all(map(are_equal, groups)):
         return Estimate(mean, clients=sum(sizes))
     variance = float(np.mean([np.var(group, ddof=1) / len(group) for group in groups]))
     half = student_95(min(sizes)) * math.sqrt(variance)
     return Estimate(mean, (mean - half, mean + half), clients=sum(sizes))
 
 
-def paired_p(differences: Sequence[float]) -> float:
-    """Return the p-value of the paired t-test (Student 1908); 1 for fewer than two differences, which show nothing."""
+def are_equal(differences: Sequence[float]) -> bool:
+    """Return whether differences are equal up to rounding, so that no test can be based on their spread.
+
+    >>> are_equal([0.3 - 0.2, 0.2 - 0.1]), are_equal([0.1, 0.2])
+    (True, False)
+    """
+    return max(differences) - min(differences) <= max(ROUNDING * max(map(abs, differences)), TINY)
+
+
+def paired_p(differences: Sequence[float]) -> float | None:
+    """Return the p-value of the paired t-test (Student 1908); None for fewer than two differences and for equal ones."""
     from scipy.special import stdtr
 
-    if len(differences) < 2:
-        return 1.0
+    if len(differences) < 2 or are_equal(differences):
+        return None
     mean, error = float(np.mean(differences)), float(np.std(differences, ddof=1)) / math.sqrt(len(differences))
-    if error == 0:
-        return 1.0 if mean == 0 else 0.0
     return 2 * float(stdtr(len(differences) - 1, -abs(mean) / error))
 
 

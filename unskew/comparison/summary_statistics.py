@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.errors import CheckpointError
-from unskew.tasks.primary_metric import METRIC_PREFIXES, WORST, primary_metric_name
+from unskew.tasks.primary_metric import METRIC_PREFIXES, WORST, MetricInfo, primary_metric_name
 from unskew.tasks.registry import TASKS, client_metric, objective_metric
 
 LARGEST = 1e300
@@ -77,6 +77,24 @@ def averaged_keys(summary: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(dict.fromkeys([*judged, "loss", *over_clients, *summary.get("own_metrics", ()), *kept_keys, *attack]))
 
 
+KEPT = "kept_"
+"""Prefix of the metrics of the model that a run with ``keep: best`` keeps."""
+
+
+def final_metrics(summary: Summary) -> Summary:
+    """Return a summary in which metrics of the kept model replace those of the last round, as in metrics over clients.
+
+    >>> final_metrics({"accuracy": 0.5, "kept_accuracy": 0.7, "kept_round": 2})["accuracy"]
+    0.7
+    """
+    return {**summary, **{name.removeprefix(KEPT): value for name, value in summary.items() if name.startswith(KEPT)}}
+
+
+def keeps_best(summaries: Iterable[Summary]) -> bool:
+    """Return whether runs keep the model of their best round."""
+    return any("kept_round" in summary for summary in summaries)
+
+
 def mean_std(values: Sequence[float]) -> Spread:
     """Return the mean and the sample standard deviation (0 for a single value).
 
@@ -105,6 +123,45 @@ def mean_or_none(values: Iterable[float | None]) -> float | None:
     """Return the mean of the known values; None if there are none."""
     numbers = [value for value in values if value is not None]
     return statistics.fmean(numbers) if numbers else None
+
+
+def rank_means(groups: Mapping[str, Sequence[Summary]], metric: MetricInfo, key: str | None = None) -> dict[str, float]:
+    """Return the mean of a metric over seeds of each method that has a value, the best method first.
+
+    Methods that diverged or have no value in some seed come last, because the means over their other seeds favor them.
+
+    Args:
+        groups: Summaries of the seeds, by method.
+        metric: Metric whose direction counts.
+        key: Key of the metric in the summaries; its name if None.
+    """
+    means = {name: mean_or_none(usable_values(own, key or metric.name)) for name, own in groups.items()}
+    known = {name: mean for name, mean in means.items() if mean is not None}
+    complete = {name: not incomplete_seeds(groups[name], key or metric.name) for name in known}
+    return dict(sorted(known.items(), key=lambda pair: (complete[pair[0]], metric.rank(pair[1])), reverse=True))
+
+
+def incomplete_seeds(summaries: Sequence[Summary], key: str) -> int:
+    """Return the number of seeds that diverged or have no value of a metric.
+
+    Args:
+        summaries: Summaries of the seeds of a method.
+        key: Key of the metric.
+    """
+    return sum(bool(own.get("diverged")) or not is_usable_number(own.get(key)) for own in summaries)
+
+
+def seeds_text(used: int, seeds: int) -> str:
+    """Return the number of seeds of a mean, to follow its value.
+
+    Args:
+        used: Number of seeds with a value.
+        seeds: Number of all seeds.
+
+    >>> seeds_text(3, 3), seeds_text(1, 3), seeds_text(1, 1)
+    (', mean over 3 seeds', ', mean over 1 of 3 seeds', '')
+    """
+    return "" if seeds == 1 else f", mean over {seeds if used == seeds else f'{used} of {seeds}'} seeds"
 
 
 def interval_of(rows: Sequence[Summary], name: str) -> tuple[float, float] | None:

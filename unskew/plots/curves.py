@@ -22,6 +22,17 @@ NAME = 24
 """Maximum number of characters of a client's name in a figure."""
 
 
+def rows_of_common_rounds(histories: Sequence[list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Return the rows of each seed in the rounds that all seeds have.
+
+    Args:
+        histories: Rows of each seed in which a metric is defined.
+    """
+    by_round = [{row["round"]: row for row in history} for history in histories]
+    common = sorted(set(by_round[0]).intersection(*by_round))
+    return [[rows[round] for round in common] for rows in by_round]
+
+
 def plot_convergence(
     runs: Mapping[str, Sequence[list[dict[str, Any]]]],
     path: str | Path | None,
@@ -47,18 +58,19 @@ def plot_convergence(
     title = f"{title} (%)" if shown.percent else title
     for number, (name, histories) in enumerate(runs.items()):
         scored = [[row for row in h if row.get(shown.name) is not None] for h in histories]
-        shortest = min(len(h) for h in scored)
-        if not shortest:
+        scored = rows_of_common_rounds(scored)
+        count = len(scored[0])
+        if not count:
             continue
-        rounds = np.array([row["round"] for row in scored[0][:shortest]])
-        values = factor * np.array([[row[shown.name] for row in h[:shortest]] for h in scored])
-        traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h[:shortest]] for h in scored]).mean(0)
-        mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
+        rounds = np.array([row["round"] for row in scored[0]])
+        values = factor * np.array([[row[shown.name] for row in h] for h in scored])
+        traffic = np.array([[(r["bytes_up"] + r["bytes_down"]) / 1e6 for r in h] for h in scored]).mean(0)
+        mean, spread = values.mean(0), values.std(0, ddof=1) if len(values) > 1 else np.zeros(count)
         # Curves often overlap: different markers at different positions keep each of them visible.
         style: dict[str, Any] = {
             "color": PALETTE[number % len(PALETTE)],
             "marker": MARKERS[number % len(MARKERS)],
-            "markevery": (number % max(1, shortest // 8), max(1, shortest // 8)),
+            "markevery": (number % max(1, count // 8), max(1, count // 8)),
         }
         for axis, x in ((left, rounds), (right, traffic)):
             if axis is right and name in without_traffic:

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 
 from unskew.comparison.benefit import client_label, num_events, rarest_class
-from unskew.comparison.summary_statistics import is_usable_number, usable_values
+from unskew.comparison.summary_statistics import final_metrics, is_usable_number, rank_means
 from unskew.methods.registry import METHODS, rule_class
+from unskew.plots.curves import rows_of_common_rounds
 from unskew.plots.figure import MARKERS, PALETTE
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.tasks.few_samples import compares_classes, has_few_samples
@@ -135,17 +136,18 @@ def mean_line(one: MethodRuns, name: str, share: bool = False) -> dict[str, list
         share: Whether to convert shares to percentages.
     """
     rows = [[row for row in run.history if is_usable_number(row.get(name))] for run in one.runs]
-    shortest = min(map(len, rows))
-    if not shortest:
+    rows = rows_of_common_rounds(rows)
+    count = len(rows[0])
+    if not count:
         return None
     factor = 100 if share else 1
-    values = factor * np.array([[row[name] for row in of_seed[:shortest]] for of_seed in rows], float)
-    sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed[:shortest]] for of_seed in rows])
-    seconds = np.array([[row["seconds"] for row in of_seed[:shortest]] for of_seed in rows], float)
-    timed = all(is_usable_number(row.get("seconds_simulated")) for of_seed in rows for row in of_seed[:shortest])
-    simulated = [[row["seconds_simulated"] for row in of_seed[:shortest]] for of_seed in rows] if timed else []
-    spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(shortest)
-    indices = evenly_spaced(shortest)
+    values = factor * np.array([[row[name] for row in of_seed] for of_seed in rows], float)
+    sent = np.array([[(row["bytes_up"] + row["bytes_down"]) / 1e6 for row in of_seed] for of_seed in rows])
+    seconds = np.array([[row["seconds"] for row in of_seed] for of_seed in rows], float)
+    timed = all(is_usable_number(row.get("seconds_simulated")) for of_seed in rows for row in of_seed)
+    simulated = [[row["seconds_simulated"] for row in of_seed] for of_seed in rows] if timed else []
+    spread = values.std(0, ddof=1) if len(values) > 1 else np.zeros(count)
+    indices = evenly_spaced(count)
     mean = values.mean(0)
     return {
         "round": [rows[0][index]["round"] for index in indices],
@@ -195,14 +197,11 @@ BEST = 4
 
 def best_classifiers(part: RunGroup) -> list[MethodRuns]:
     """Return the best methods whose first run has curves of a classifier or of survival."""
-    judge = part.objective
-
-    def rank(method_runs: MethodRuns) -> float:
-        values = usable_values((run.summary for run in method_runs.runs), judge.name)
-        return judge.rank(float(np.mean(values))) if values else -np.inf
-
-    classifiers = [method_runs for method_runs in part.series if method_runs.runs[0].curves]
-    return sorted(classifiers, key=rank, reverse=True)[:BEST]
+    classifiers = {method_runs.label: method_runs for method_runs in part.series if method_runs.runs[0].curves}
+    ranked = rank_means(
+        {label: [*map(final_metrics, part.comparison.summaries[label])] for label in classifiers}, part.objective
+    )
+    return [classifiers[label] for label in {**ranked, **classifiers}][:BEST]
 
 
 def classifier_curves(part: RunGroup) -> dict[str, Any]:
@@ -276,8 +275,8 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
             scored = sorted(
                 (factor * row[name], client_label(row) + MARK * few(row), run.summary["seed"])
                 for run in method_runs.runs
-                for row in run.clients
-                if is_usable_number(row.get(name)) and "unseen" not in row
+                for row in honest_clients(run.clients)
+                if is_usable_number(row.get(name))
             )
             if scored:
                 values, seeds = np.array([value for value, _, _ in scored]), np.array([seed for *_, seed in scored])
@@ -297,6 +296,16 @@ def client_boxes(part: RunGroup) -> dict[str, Any]:
                     "who": [f"{name}, seed {seed}" for _, name, seed in dots],
                 }
     return boxes
+
+
+def honest_clients(rows: Iterable[dict[str, Any]], unseen: bool = False) -> list[dict[str, Any]]:
+    """Return the rows of clients in training, or of unseen ones, without attackers, as in statistics of summaries.
+
+    Args:
+        rows: Rows of ``clients.jsonl``.
+        unseen: Whether to return the unseen clients.
+    """
+    return [row for row in rows if "attacker" not in row and row.get("unseen", False) is unseen]
 
 
 MARK = " (few samples)"

@@ -10,12 +10,13 @@ from unskew.comparison.benefit import Benefit
 from unskew.comparison.benefit_text import benefit_title, displayed
 from unskew.comparison.references import TITLE as REFERENCES_TITLE
 from unskew.comparison.references import is_local, is_reference
-from unskew.comparison.significance import LEVEL, holm, paired_p
+from unskew.comparison.significance import LEVEL, are_equal, holm, paired_p
 from unskew.comparison.summary_statistics import (
     CLIENT_MODELS,
     OVER_CLIENTS,
     UNSEEN,
     is_usable_number,
+    keeps_best,
     mean_or_none,
     mean_std,
     paired_differences,
@@ -24,7 +25,7 @@ from unskew.comparison.summary_statistics import (
     usable_values,
 )
 from unskew.records.recorder import first_reaching
-from unskew.reporting.chart_data import gini
+from unskew.reporting.chart_data import gini, honest_clients
 from unskew.reporting.run_groups import MethodRuns, RunGroup
 from unskew.reporting.run_reader import RunFiles
 from unskew.tasks.formatting import (
@@ -209,9 +210,12 @@ def difference_table(part: RunGroup) -> Table | None:
                 tests.append(paired_differences(own, others, name))
                 own_rows[-1] += _difference(judge, tests[-1])
         for offset, at in enumerate((5, 8)):  # each column is a family of tests
-            corrected = holm([paired_p(values) for values in tests[offset :: len(names)]])
-            for row, p in zip(own_rows, corrected, strict=True):
-                row[at] = row[at] if row[at].text == "-" else Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
+            p_values = [paired_p(values) for values in tests[offset :: len(names)]]
+            corrected = iter(holm([p for p in p_values if p is not None]))
+            for row, untested in zip(own_rows, (p is None for p in p_values), strict=True):
+                if not untested:
+                    p = next(corrected)
+                    row[at] = Cell(f"{'yes' if p <= LEVEL else 'no'} (p {p:.3f})", p)
         rows += own_rows
         groups += [base] * len(own_rows)
     if not rows:
@@ -220,7 +224,8 @@ def difference_table(part: RunGroup) -> Table | None:
     columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
     caption = (
         "Differences to another method, paired by seed, with 95 % intervals of Student's t. Significance is at the 5 % "
-        "level, with p-values corrected by Holm's method for the number of methods"
+        "level, with p-values corrected by Holm's method for the number of methods; differences that are equal in all seeds "
+        "cannot be tested"
     )
     return Table("differences", caption, ["method", "minus", "seeds", *columns], rows, 2, groups)
 
@@ -248,7 +253,9 @@ def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
     cell = Cell(f"{factor * mean:+.{1 if judge.percent else 4}f}", factor * mean)
     if interval is None:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
-    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("yes")]
+    if are_equal(values):
+        return [cell, Cell("-"), Cell("equal in all seeds")]
+    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("-")]
 
 
 def target_table(part: RunGroup) -> Table | None:
@@ -258,7 +265,8 @@ def target_table(part: RunGroup) -> Table | None:
     for method_runs in part.ranked:
         if not part.comparison.has_global_model(method_runs.label):
             continue
-        firsts = (first_reaching(run.history, part.target, judge) for run in method_runs.runs)
+        histories = part.comparison.closed_histories[method_runs.label]
+        firsts = (first_reaching(history, part.target, judge) for history in histories)
         reached = [row for row in firsts if row is not None]
         cells = [Cell("")] * (3 + len(timed))
         if len(reached) == len(method_runs.runs):
@@ -285,7 +293,7 @@ def fairness_table(part: RunGroup) -> Table | None:
             if means[0] is None:
                 continue
             unseen, name = whose in UNSEEN, f"personal_{judge.name}" if "personal" in whose else judge.name
-            rows_of = [[row for row in run.clients if row.get("unseen", False) is unseen] for run in method_runs.runs]
+            rows_of = [honest_clients(run.clients, unseen) for run in method_runs.runs]
             scored = [usable_values(own, name) for own in rows_of]
             better = mean_or_none([_better(run, judge) for run in method_runs.runs]) if label == "personal" else None
             # R² may be negative, so a share of the total is not defined.
@@ -298,7 +306,8 @@ def fairness_table(part: RunGroup) -> Table | None:
         return None
     worst = [metric_title(title, judge) for title in ("worst decile", "worst client")]
     columns = [metric_title("mean", judge), "std over clients", *worst, "Gini", "clients it serves better, %"]
-    caption = f"{judge.heading} over clients after the last round, mean over seeds"
+    which = "of the kept model" if keeps_best(run.summary for run in part.runs) else "after the last round"
+    caption = f"{judge.heading} over clients {which}, mean over seeds"
     return Table("fairness", caption, ["method", "model", *columns], rows, 2)
 
 
@@ -307,8 +316,8 @@ def _better(run: RunFiles, judge: MetricInfo) -> float | None:
     personal = f"personal_{judge.name}"
     pairs = [
         (row[personal], row[judge.name])
-        for row in run.clients
-        if "unseen" not in row and all(is_usable_number(row.get(name)) for name in (personal, judge.name))
+        for row in honest_clients(run.clients)
+        if all(is_usable_number(row.get(name)) for name in (personal, judge.name))
     ]
     return mean_or_none([float(judge.rank(own_value) > judge.rank(everyones)) for own_value, everyones in pairs])
 

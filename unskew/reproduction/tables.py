@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from unskew.comparison.cost_to_target import traffic_saving
 from unskew.comparison.summary_statistics import mean_std
 from unskew.config.experiment import Experiment
 from unskew.errors import ConfigError
@@ -102,7 +101,8 @@ def value_of(summary: dict[str, Any], name: str, base: dict[str, Any] | None = N
         own_bytes = summary.get("bytes_to_target")
         if own_bytes is None or base is None:
             return None
-        return traffic_saving(own_bytes, base.get("bytes_to_target"), base["bytes_up"] + base["bytes_down"])
+        needed = base.get("bytes_to_target")  # a base that misses the target needs at least what it sent
+        return 1.0 - float(own_bytes) / float(base["bytes_up"] + base["bytes_down"] if needed is None else needed)
     if name == "bytes_total":
         return float(summary["bytes_up"] + summary["bytes_down"])
     if name not in ("bytes_per_client", "scalars_per_client"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from unskew.tasks.intervals import interval95, interval_fields
+from unskew.tasks.intervals import clip_interval, interval95, interval_fields
 from unskew.tasks.primary_metric import MetricInfo
 
 NAMED = 20
@@ -41,7 +41,7 @@ class ClientScores:
         """Return the mean, standard deviation, worst client and worst decile of a metric over clients, for the summary.
 
         Clients for which the metric is undefined are counted and named. The variance is divided by the number of clients.
-        The mean has the interval of Student's t.
+        The mean has the interval of Student's t, within the range of the metric.
 
         Args:
             whose: Prefix of the keys: ``"client"`` or ``"personal"``.
@@ -64,7 +64,7 @@ class ClientScores:
         decile = np.sort(-values if metric.lower_is_better else values)[: max(1, len(values) // 10)].mean()
         return {
             f"{name}_mean": float(values.mean()),
-            **interval_fields(f"{name}_mean", interval95(values.tolist())),
+            **interval_fields(f"{name}_mean", clip_interval(interval95(values.tolist()), metric)),
             **named,
             f"{name}_std": float(values.std()),
             f"{name}_worst": float(values[worst]),

@@ -19,8 +19,9 @@ from unskew.models.spec import ModelSpec
 from unskew.seeding import numpy_generator
 from unskew.simulation.client_scores import ClientScores
 from unskew.tasks.base import Task
-from unskew.tasks.intervals import metric_interval, student_interval
+from unskew.tasks.intervals import clip_interval, metric_interval, student_interval
 from unskew.tasks.metrics import MetricSet
+from unskew.tasks.primary_metric import metric_info
 
 BATCH = 500
 BATCH_ON_DEVICE = 10_000  # fewer kernels, each of which takes longer to launch than to execute
@@ -209,6 +210,7 @@ class Evaluator:
         for name in metric_set.with_intervals:
             if name == task.scored and "counts" not in task.provides and not task.ranked:
                 interval = student_interval(task.correct(logits, y).tolist(), metric_set.level)
+                interval = clip_interval(interval, metric_info(name))
             else:
                 interval = metric_interval(name, task, *arrays, metric_set, bootstrap=few)
             low, high = interval or (np.nan, np.nan)

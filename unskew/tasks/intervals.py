@@ -18,7 +18,7 @@ from torch import Tensor
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
 from unskew.tasks.metrics import BINS, TINY, ClassPredictions, MetricSet, Statistic, calibration_gaps, squared_errors
-from unskew.tasks.primary_metric import RECALL
+from unskew.tasks.primary_metric import RECALL, MetricInfo
 
 Interval = tuple[float, float] | None
 
@@ -80,6 +80,19 @@ def student_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (n - 1))
     half = quantile * std / math.sqrt(n)
     return mean - half, mean + half
+
+
+def clip_interval(interval: Interval, metric: MetricInfo) -> Interval:
+    """Clip the interval of a mean to the range of the metric: at most 1 if it is shown in percent, at least 0 except for R².
+
+    Args:
+        interval: Interval, or None.
+        metric: Metric of the mean.
+    """
+    if interval is None or not metric.percent:
+        return interval
+    low, high = interval
+    return low if metric.name == "r2" else max(0.0, low), min(1.0, high)
 
 
 def wilson_interval(hits: int, n: int, level: float = LEVEL) -> Interval:
