@@ -439,9 +439,14 @@ def test_unseen_clients_get_the_global_model_with_a_note_or_an_error(tmp_path, c
         unseen = unskew.load_predictor(done.folder, client_number=4).predict_proba(x)
     with warnings.catch_warnings():
         warnings.simplefilter("error", RuntimeWarning)
-        assert np.array_equal(unseen, unskew.load_predictor(done.folder).predict_proba(x))
         assert not np.allclose(unseen, unskew.load_predictor(done.folder, client_number=0).predict_proba(x))
+    note = words.partition("serves it. ")[2]
+    with pytest.warns(RuntimeWarning, match=f"^{note}"):
+        assert np.array_equal(unseen, unskew.load_predictor(done.folder).predict_proba(x))
+    with pytest.warns(RuntimeWarning, match=f"^{note}"):
+        unskew.export(done.folder, "torchscript")
     Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
+    assert call(capsys, "predict", done.folder, tmp_path / "0.png").err == f"unskew: {note}\n"
     assert call(capsys, "predict", done.folder, tmp_path / "0.png", "--client-number", "4").err == f"unskew: {words}\n"
     assert not call(capsys, "predict", done.folder, tmp_path / "0.png", "--client-number", "0").err
     found = call(capsys, "export", done.folder, "--format", "torchscript", "--client-number", "4", "--json")
@@ -454,12 +459,19 @@ def test_unseen_clients_get_the_global_model_with_a_note_or_an_error(tmp_path, c
         unskew.load_predictor(tuned, client_number=3)
 
 
-def test_the_card_of_a_global_model_names_its_initial_parameters(tmp_path):
-    run = {**TINY, "rounds": 1, "model": "logistic", "method": "fedproto"}
-    folder = unskew.run(out=tmp_path / "run", **run).folder
-    words = "With fedproto, 100 % of the parameters stay at the clients; in the global model they have their initial values."
-    assert words in model_card_text(open_run(folder), "onnx")
-    assert words not in model_card_text(open_run(folder, client_number=1), "onnx")
+@pytest.mark.parametrize("method", ["local", "fedfomo", "fedprox+fedproto"])
+def test_a_global_model_that_no_method_trains_is_neither_loaded_nor_exported(tmp_path, capsys, method):
+    folder = unskew.run(**{**TINY, "rounds": 1}, model="logistic", method=method, out=tmp_path / "run").folder
+    x = unskew.load_federation("digits", clients=3).test[0][:1]
+    Image.fromarray(x[0, 0].numpy()).save(tmp_path / "0.png")
+    words = "trains no global model, only one model for each client. Choose a client with --client"
+    for use in (unskew.load_predictor, unskew.export):
+        with pytest.raises(ConfigError, match=words):
+            use(folder)
+    for command in ("predict", "evaluate"):
+        assert words in call(capsys, command, folder, tmp_path / "0.png").err
+    assert not (folder / "export-onnx").exists()
+    assert len(unskew.load_predictor(folder, client_number=1).predict(x)) == 1
 
 
 def test_models_that_nobody_keeps_are_refused(ditto, tmp_path):
