@@ -179,6 +179,37 @@ def test_the_card_says_what_the_runs_say(tmp_path):
         assert words in text
 
 
+def accuracy_cost(y, p):
+    """Twelve per wrong class, which is no share."""
+    return 12.0 * float((p.argmax(1) != y).mean())
+
+
+def test_the_card_has_only_metrics_of_the_kept_model(tmp_path):
+    draws = np.random.default_rng(0)
+    x = draws.normal(size=(4, 40, 3)).astype("float32")
+    y = (x[..., 0] > 0).astype(int)
+    clients = [(inputs, 1 - labels, inputs, labels) for inputs, labels in zip(x[:3], y[:3], strict=True)]
+    federation = unskew.Federation.from_arrays(clients, test=(x[3], y[3]))  # training makes the model worse
+    options = {"model": "logistic", "rounds": 5, "local_epochs": 1, "lr": 0.3, "metrics": [accuracy_cost, "auroc"]}
+    summary = unskew.run(federation, keep="best", out=tmp_path / "run", **options).summary
+    assert summary["kept_round"] == 1
+    predictor = unskew.load_predictor(tmp_path / "run", trust_code=True)
+    right = np.mean([int(label) == true for label, true in zip(predictor.predict(x[3]), y[3], strict=True)])
+    assert right != summary["accuracy"]
+    text = model_card_text(open_run(tmp_path / "run", trust_code=True), "onnx")
+    (result,) = yaml.safe_load(text.split("---")[1])["model-index"][0]["results"]
+    of_test = [(metric["name"], metric["value"]) for metric in result["metrics"] if metric["name"].startswith("Test")]
+    assert of_test == [("Test accuracy, kept round 1", round(right, 6))]
+    assert "Global model of the kept round" in text
+    assert "last round" not in text
+    unskew.run(federation, out=tmp_path / "last", **options)
+    text = model_card_text(open_run(tmp_path / "last", trust_code=True), "onnx")
+    assert f"| Test accuracy_cost, last round | {summary['accuracy_cost']:.4f} |  |" in text
+    assert f"| Test AUROC, last round | {100 * summary['auroc']:.1f} % |  |" in text
+    traffic = 5 * 3 * 8 * 4 / 1e6  # rounds, clients, parameters and bytes
+    assert f"Traffic of all clients: {traffic:.2g} MB up, {traffic:.2g} MB down." in text
+
+
 HOSTILE = [
     "<script>alert(1)</script>",
     "a` <b onclick=x>b</b> `c",
