@@ -112,7 +112,7 @@ def test_probabilities_in_a_file_are_corrected_for_the_class_weights(tmp_path, k
 def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind, model):
     draws = np.random.default_rng(0)
     rows = [
-        ("" if k % 5 == 0 else f"{draws.normal(50, 9):.1f}", "uvw"[k % 3], f"{draws.normal(100, 20):.2f}")
+        ("" if k % 5 == 0 else f"{draws.normal(50, 9):.1f}", "uvw"[k % 3], f"{draws.normal(1.7e9, 20):.2f}")
         for k in range(60)
     ]
     (tmp_path / "t.csv").write_text("\n".join(["age,kind,cost", *map(",".join, rows)]) + "\n")
@@ -128,7 +128,8 @@ def test_mixed_columns_go_in_with_their_gaps_and_numbers_come_out(tmp_path, kind
     x = [[float(age or "nan"), columns[1]["values"].index(kind_) + 1] for age, kind_, _ in rows]
     expected = unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "t.csv")
     assert known["outputs"] == "numbers"
-    assert np.allclose(ask(kind, done.file, torch.tensor(x))[:, 0], expected, rtol=1e-5)
+    assert len({*expected}) > 40  # float32 has one number for all of them
+    assert np.allclose(ask(kind, done.file, torch.tensor(x))[:, 0], expected, rtol=0, atol=20 * TOLERANCE)
     text = (done.folder / "README.md").read_text()
     for words in (
         "tabular-regression",
