@@ -345,6 +345,28 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
 
 
+def test_recalls_with_the_names_of_ends_of_intervals_are_rejected(patients, tmp_path, capsys):
+    from sklearn.metrics import recall_score
+
+    table = tmp_path / "p.csv"
+    table.write_text((patients / "p.csv").read_text().replace("yes", "risk_low").replace(",no\n", ",risk\n"))
+    options = {"label": "sick", "partition": "natural:ward", "features": ["age", "bmi"], "model": "logistic", **TINY}
+    for wanted in ({"metrics": ["recall"]}, {"objective": "recall/risk"}):
+        with pytest.raises(ConfigError, match=r"Rename the class 'risk_low', or use metrics .* without recall\."):
+            unskew.run(data=f"table:{table}", **options, **wanted)
+    unskew.run(data=f"table:{table}", metrics=["auroc"], out=tmp_path / "run", **options)
+    failed = call(capsys, "evaluate", tmp_path / "run", table)
+    assert (failed.code, "Use --no-intervals" in failed.err) == (2, True)
+    (found,) = call(capsys, "evaluate", tmp_path / "run", table, "--no-intervals", "--json").json()
+    predicted = unskew.load_predictor(tmp_path / "run").predict_file(table)
+    with table.open() as file:
+        true = [line["sick"] for line in csv.DictReader(file)]
+    recalls = recall_score(true, predicted, average=None, labels=["risk", "risk_low"])
+    assert [found["recall/risk"], found["recall/risk_low"]] == pytest.approx(recalls.tolist())
+    shown = call(capsys, "evaluate", tmp_path / "run", table, "--no-intervals").out
+    assert "recall of risk_low" in shown
+
+
 def test_a_site_may_be_called_like_the_group_of_all_rows(patients, tmp_path, capsys):
     rows = "".join(f"{('all', 'b')[k % 3 > 1]},{k % 5},{k % 4 - 2},{('yes', 'no')[k % 2]}\n" for k in range(30))
     (tmp_path / "new.csv").write_text("site,age,bmi,sick\n" + rows)
