@@ -65,13 +65,13 @@ def evaluate_rows(
         if "counts" in task.provides and inputs.classes <= MOST_RECALLS:
             counts = task.named_counts(torch.from_numpy(y[own]), inputs.names)
             row |= {f"support/{label}": count for label, count in counts.items()}
-        values = nan_to_none(task.metrics_of_outputs(y[own], outputs[own], inputs.metrics))
-        if intervals and (collision := colliding_end([*values], values)):
+        measured = nan_to_none(task.metrics_of_outputs(y[own], outputs[own], inputs.metrics))
+        if intervals and (collision := colliding_end([*measured], measured)):
             raise ConfigError(
                 f"The lower or upper end of the interval of {collision[0]} is written as {collision[1]}, which is also the "
                 "metric of another class. Use --no-intervals (intervals=False), or rename the class and repeat the run."
             )
-        for metric, value in values.items():
+        for metric, value in measured.items():
             row[metric] = value
             if intervals:
                 dependent = None if units is None else units[own]
