@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import shutil
 
@@ -257,6 +258,8 @@ def test_columns_of_the_table_stay_next_to_predictions_of_any_name(tmp_path, cap
     table = {name: draws.normal(size=30).round(3) for name in ("a", "b", "row", "unknown", "predicted_cost")}
     table |= {"cost": table["a"] + 2 * table["b"], "days": table["a"] - table["b"], "predicted_cost_2": table["a"]}
     path, lines = tmp_path / f"t.{kind}", [{name: float(table[name][k]) for name in table} for k in range(30)]
+    missing = [None, math.nan if kind == "parquet" else None]
+    lines = [{**line, "weight": weight} for line, weight in zip(lines, [*missing, *[0.5] * 28], strict=True)]
     if kind == "parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(lines), path)
     else:
@@ -271,12 +274,19 @@ def test_columns_of_the_table_stay_next_to_predictions_of_any_name(tmp_path, cap
     given = [[line["predicted_cost_3"], line["predicted_days"]] for line in found]
     assert np.allclose(given, expected, rtol=1e-5, atol=1e-5)
     for out in (tmp_path / "p.csv", tmp_path / "p.jsonl"):
-        shown = call(capsys, "predict", tmp_path / "run", path, "--keep", "cost,predicted_cost", "--out", out).out
+        shown = call(
+            capsys, "predict", tmp_path / "run", path, "--keep", "cost,predicted_cost,weight", "--out", out
+        ).out
         assert "predicted_cost_2" in shown
+        assert "None" not in shown
         text = out.read_text()
         written = (
-            list(csv.DictReader(text.splitlines())) if out.suffix == ".csv" else map(json.loads, text.splitlines())
+            list(csv.DictReader(text.splitlines()))
+            if out.suffix == ".csv"
+            else [json.loads(line) for line in text.splitlines()]
         )
+        absent = "" if kind == "csv" or out.suffix == ".csv" else None
+        assert [line["weight"] for line in written] in ([absent] * 2 + [x] * 28 for x in (0.5, "0.5"))
         assert [float(line["cost"]) for line in written] == table["cost"].tolist()
 
 
@@ -333,6 +343,28 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
         assert (failed.code, words in " ".join(failed.err.split())) == (2, True)
     failed = call(capsys, "evaluate", str(patients / "run"), str(tmp_path / "new.csv"), "--by", "ward")
     assert (failed.code, "no column 'ward'" in failed.err) == (2, True)
+
+
+def test_recalls_with_the_names_of_ends_of_intervals_are_rejected(patients, tmp_path, capsys):
+    from sklearn.metrics import recall_score
+
+    table = tmp_path / "p.csv"
+    table.write_text((patients / "p.csv").read_text().replace("yes", "risk_low").replace(",no\n", ",risk\n"))
+    options = {"label": "sick", "partition": "natural:ward", "features": ["age", "bmi"], "model": "logistic", **TINY}
+    for wanted in ({"metrics": ["recall"]}, {"objective": "recall/risk"}):
+        with pytest.raises(ConfigError, match=r"Rename the class 'risk_low', or use metrics .* without recall\."):
+            unskew.run(data=f"table:{table}", **options, **wanted)
+    unskew.run(data=f"table:{table}", metrics=["auroc"], out=tmp_path / "run", **options)
+    failed = call(capsys, "evaluate", tmp_path / "run", table)
+    assert (failed.code, "Use --no-intervals" in failed.err) == (2, True)
+    (found,) = call(capsys, "evaluate", tmp_path / "run", table, "--no-intervals", "--json").json()
+    predicted = unskew.load_predictor(tmp_path / "run").predict_file(table)
+    with table.open() as file:
+        true = [line["sick"] for line in csv.DictReader(file)]
+    recalls = recall_score(true, predicted, average=None, labels=["risk", "risk_low"])
+    assert [found["recall/risk"], found["recall/risk_low"]] == pytest.approx(recalls.tolist())
+    shown = call(capsys, "evaluate", tmp_path / "run", table, "--no-intervals").out
+    assert "recall of risk_low" in shown
 
 
 def test_a_site_may_be_called_like_the_group_of_all_rows(patients, tmp_path, capsys):

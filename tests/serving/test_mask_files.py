@@ -2,6 +2,7 @@
 
 import csv
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -71,6 +72,18 @@ def test_a_labeled_folder_is_evaluated_also_by_site(folder, capsys):
     for name, value in expected.items():
         assert rows["a"][name] == pytest.approx(value, rel=1e-9), name
     assert rows["a"]["dice_low"] <= rows["a"]["dice"] <= rows["a"]["dice_high"]
+
+
+@pytest.mark.parametrize("loss", ["ce", "dice", "ce+dice:0.25"])
+def test_the_loss_of_a_labeled_folder_is_that_of_the_run(folder, tmp_path, loss):
+    data = {"data": f"masks:{folder / 'data'}", "partition": "natural:site", "segmentation": SPEC, "image_size": 8}
+    weights = "balanced" if loss == "ce" else None
+    options = {**UNET, "rounds": 1, "loss": loss, "class_weights": weights, "out": tmp_path / "run"}
+    summary = unskew.run(**options, **data).summary
+    shutil.copytree(folder / "data", tmp_path / "data", ignore=lambda path, names: {"train"} & {*names})
+    (row,) = unskew.load_predictor(tmp_path / "run").evaluate_file(tmp_path / "data", intervals=False)
+    for name in ("loss", "dice"):
+        assert row[name] == pytest.approx(summary[name], rel=1e-5)
 
 
 def test_a_table_of_images_and_masks_is_evaluated(folder, tmp_path):

@@ -136,7 +136,7 @@ def test_resampled_class_metrics_are_those_of_scikit_learn_on_repeated_rows(clas
 )
 def test_resampled_regression_metrics_are_those_of_scikit_learn_on_repeated_rows(name, oracle):
     random = np.random.default_rng(0)
-    y = 1e3 + random.standard_normal((30, 2))
+    y = 1e8 + random.standard_normal((30, 2))
     predicted = y + random.standard_normal((30, 2)) / 2
     counts = next(resampled_counts(np.arange(30)))[:20]
     values = Regression(mean=(5.0, 5.0), std=(3.0, 2.0)).statistic(name, y, predicted, MetricSet())(counts)

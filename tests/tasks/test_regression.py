@@ -17,6 +17,7 @@ from unskew.methods.registry import METHODS
 from unskew.reporting.run_groups import group_runs
 from unskew.reporting.run_reader import read_runs
 from unskew.reporting.tables import comparison_table, fairness_table
+from unskew.tasks.metrics import MetricSet
 from unskew.tasks.regression import LEAST, Regression, regression_metrics, regression_sums
 
 TINY = {"model": "logistic", "rounds": 3, "local_steps": 5, "lr": 0.1, "engine": "inline", "precision": "fp64"}
@@ -83,6 +84,36 @@ def test_a_model_that_diverges_has_a_score():
     assert regression_metrics(regression_sums(y * float("nan"), y))["r2"] == LEAST
     assert regression_metrics(regression_sums(torch.ones(2, 1), torch.ones(2, 1)))["r2"] == 1
     assert Regression().correct(torch.tensor([[float("inf")]]), y[:1]).tolist() == [LEAST]
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e8, -1.7e9])
+def test_metrics_and_predictions_have_their_digits_far_from_zero(mean):
+    draws = np.random.default_rng(0)
+    y = mean + draws.normal(size=(200, 2))
+    logits = torch.from_numpy((y - mean + draws.normal(size=(200, 2)) / 2).astype("float32")) / 3
+    task = Regression(mean=(mean, mean), std=(3.0, 3.0))
+    predicted = task.outputs(logits).numpy()
+    np.testing.assert_array_equal(predicted, logits.numpy().astype("float64") * 3 + mean)
+    oracles = {"r2": r2_score, "mae": mean_absolute_error, "rmse": root_mean_squared_error}
+    expected = {name: pytest.approx(oracle(y, predicted), abs=1e-6) for name, oracle in oracles.items()}
+    assert task.metrics_of_outputs(y, predicted, MetricSet()) == expected
+    assert task.measure(task.tally(logits, task.standardize(torch.from_numpy(y))), 0.0) == expected
+    same = np.full((7, 2), mean + 0.1)
+    for guess in (same, same + 0.3):  # scikit-learn returns 1 and 0, unless the rounded mean differs from the targets
+        assert task.metrics_of_outputs(same, guess, MetricSet())["r2"] == float(guess is same)
+        logits = (task.standardize(torch.from_numpy(values)) for values in (guess, same))
+        assert task.measure(task.tally(*logits), 0.0)["r2"] == float(guess is same)
+
+
+def test_r2_of_one_sample_is_undefined(fed, raw):
+    x, y = raw[-1]
+    assert np.isnan(Regression().metrics_of_outputs(y[:1], y[:1], MetricSet())["r2"])
+    test = (x[:1], y[:1])
+    options = {"task": "regression", "class_names": ["high", "low"], "holdout": 0.2}
+    result = unskew.run(unskew.Federation.from_arrays(raw[:2], test, **options), **TINY)
+    assert [row["r2"] for row in result.history] == [None] * 3
+    assert result.summary["best_r2"] is None
+    assert result.summary["rmse"] == near(np.abs(np.array(result.predict(x[:1])) - y[:1]).mean(), dtype=torch.float32)
 
 
 def test_methods_for_classes_are_refused_before_the_start(fed):
@@ -182,8 +213,8 @@ def test_a_comparison_its_tables_and_its_report_show_r2(tmp_path, capsys):
     new.write_text("d,c,b,a\n1,2,3,4\n")
     (found,) = call(capsys, "predict", str(run), str(new), "--json").json()
     exact = unskew.load_predictor(run).predict([[4.0, 3.0, 2.0, 1.0]])[0]
-    assert [found["predicted_high"], found["predicted_low"]] == [float(f"{value:.6g}") for value in exact]
-    assert found["predicted_high"] == float(f"{np.array(unskew.load_predictor(run).predict_file(new))[0, 0]:.6g}")
+    assert [found["predicted_high"], found["predicted_low"]] == exact
+    assert found["predicted_high"] == np.array(unskew.load_predictor(run).predict_file(new))[0, 0]
     assert json.loads((run / "inputs.json").read_text())["class_names"] == ["high", "low"]
     with pytest.raises(ConfigError, match="no probabilities"):
         unskew.load_predictor(run).predict_proba([[4.0, 3.0, 2.0, 1.0]])

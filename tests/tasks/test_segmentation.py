@@ -245,12 +245,22 @@ def test_constants_of_files_give_the_task():
     assert TASK.with_constants({}, 2) == TASK
     weighted = replace(task, weights=(1.0, 2.0))
     assert TASK.with_constants(weighted.constants, 2) == task  # only the training needs weights
+    for loss in TASK.loss_options:
+        trained = task.with_loss(loss.replace("WEIGHT", "0.25"))
+        assert TASK.with_constants(trained.constants, 2) == trained
+        assert task.accepts(trained.constants) == (
+            "" if loss == "ce+dice" else "its loss is not that of the experiment"
+        )
+        assert not trained.accepts(trained.constants)
     for wrong in (
         {"values": (0.0,)},
         {"values": (0.0, 0.0)},
         {"values": (0.0, 300.0)},
         {"values": (0.5, 1.0)},
         {"mean": (1.0, 2.0)},
+        {"loss": (1.0,)},
+        {"loss": (0.0, 0.5)},
+        {"loss": (1.0, math.inf)},
     ):
         with pytest.raises(ValueError, match="not a gray value and a positive weight per class"):
             TASK.with_constants(wrong, 2)

@@ -120,6 +120,8 @@ def test_survival_follows_from_the_hazards_of_bins(kind):
     assert never is None
     columns = task.predicted_columns(outputs, task.names, None, [time, last], curve=True)
     assert [*columns] == [f"risk({time:g})", f"risk({last:.6g})", "median", *task.names]
-    assert columns[f"risk({time:g})"][0] == pytest.approx(1 - expected)
+    assert columns[f"risk({time:g})"][0] == float(f"{1 - expected:.6g}")
+    assert columns["median"] == [median, never]
+    assert columns[task.names[0]] == [float(f"{chance:.6g}") for chance in outputs[:, 0]]
     with pytest.raises(ConfigError, match="--horizons: 5000 is after"):
         task.predicted_columns(outputs, task.names, None, [5000.0])

@@ -91,10 +91,11 @@ def evaluation_table(scores: list[dict[str, Any]], by: str | None, inputs: Input
         return Text(escape_controls(shorten(value) if value is None or isinstance(value, float) else str(value)))
 
     def ends(row: dict[str, Any], name: str) -> str:
-        interval = interval_of([row], name)
+        interval = interval_of([row], name) if with_intervals else None
         return "" if interval is None else f"{interval[0]:.3g} to {interval[1]:.3g}"
 
-    intervals = {f"{name}{end}" for name in scores[0] for end in ("_low", "_high")}
+    with_intervals = scores[0] if f"{inputs.objective.scored}_low" in scores[0] else ()
+    intervals = {f"{name}{end}" for name in with_intervals for end in ("_low", "_high")}
     names = [name for name in scores[0] if name not in intervals and name not in ("group", "rows")]
     titles = {name: Text(escape_controls(metric_info(name, positive=inputs.positive_class).title)) for name in names}
     titles |= {name: cell(f"rows of {name.partition('/')[2]}") for name in names if name.startswith("support/")}

@@ -88,7 +88,7 @@ def predict(
         "row": read.names,
         **chosen,
         **files,
-        **{title: [rounded(value) for value in values] for title, values in predicted.items()},
+        **predicted,
         **({"unknown": [strange.get(name, []) for name in read.names]} if strange else {}),
     }
     names = free_names(own, kept_columns)
@@ -114,7 +114,7 @@ def predict(
     for title in (*shown, *(names.get(title, title) for title in last)):
         table.add_column(Text(escape_controls(title)))
     for line, values in list(zip(lines, outputs, strict=True))[:SHOWN]:
-        cells = [(", ".join(line[name]) or "-") if isinstance(line[name], list) else str(line[name]) for name in shown]
+        cells = [text_or_dash(line[name]) for name in shown]
         listed = [line[names[title]] for title in last if title in names]
         cells += [f"{values.max():.3f}"] if last == ["probability"] else [number_or_dash(value) for value in listed]
         table.add_row(*(Text(escape_controls(cell)) for cell in cells))
@@ -148,9 +148,11 @@ def parse_times(text: str | None) -> tuple[float, ...]:
     return times
 
 
-def rounded(value: float | None) -> float | None:
-    """Return a number with six digits; None stays None."""
-    return None if value is None else float(f"{value:.6g}")
+def text_or_dash(value: object) -> str:
+    """Return the text of a cell, the items of a list, or ``-`` for None and an empty list."""
+    if isinstance(value, list):
+        return ", ".join(value) or "-"
+    return "-" if value is None else str(value)
 
 
 def number_or_dash(value: float | None) -> str:

@@ -15,6 +15,7 @@ from unskew.errors import ConfigError
 from unskew.option_parsing import import_callable
 from unskew.simulation.evaluate import evaluated_clients
 from unskew.simulation.update_buffer import RESERVED_METRICS
+from unskew.tasks.intervals import colliding_end
 from unskew.tasks.metrics import TWO_CLASSES, MetricSet, OwnMetric, missing_classes
 from unskew.tasks.primary_metric import ONE_CLASS, RECALL, WORST, MetricInfo, metric_info
 from unskew.tasks.registry import TASKS
@@ -113,6 +114,14 @@ def run_metrics(config: Experiment, federation: Federation) -> RunMetrics:
     index = 1 if config.positive is None else names.index(config.positive)
     with_intervals = task.names_with_intervals(entry for entry in (task.scored, name) if entry not in (WORST, *own))
     computed = MetricSet(tuple(known), own, tuple(names), index, task.weights, with_intervals)
+    of_classes = task.metric_names(computed)
+    if collision := colliding_end((*with_intervals, *of_classes), (*task.extra_metrics, *of_classes)):
+        metric, end = collision
+        kind, _, other = end.partition("/")
+        raise ConfigError(
+            f"The lower or upper end of the interval of {metric} is written as {end}, which is also the metric of another "
+            f"class. Rename the class {other!r}, or use metrics and an objective without {kind}."
+        )
     directions = {entry: metric_direction(f) for entry, f in own.items()}
     positive = names[index] if two_classes else None
     judge = metric_info(name, directions, positive)

@@ -16,7 +16,7 @@ from unskew.errors import ConfigError, DataError, unknown_name
 from unskew.runs.input_spec import InputSpec
 from unskew.serving.input_files import InputRows
 from unskew.tasks.classification import MOST_RECALLS
-from unskew.tasks.intervals import interval_fields, metric_interval
+from unskew.tasks.intervals import colliding_end, interval_fields, metric_interval
 from unskew.tasks.segmentation import Segmentation
 
 ALL = "all"
@@ -43,7 +43,7 @@ def evaluate_rows(
         of its 95 % interval, ``NAME_low`` and ``NAME_high``; None if they are not defined.
 
     Raises:
-        ConfigError: If images have no column ``by``.
+        ConfigError: If images have no column ``by``, or an end of an interval has the name of another metric.
         DataError: If labels are missing, or have a class that the model does not know.
     """
     y, task = encode_row_labels(rows, inputs, path), inputs.objective
@@ -65,7 +65,13 @@ def evaluate_rows(
         if "counts" in task.provides and inputs.classes <= MOST_RECALLS:
             counts = task.named_counts(torch.from_numpy(y[own]), inputs.names)
             row |= {f"support/{label}": count for label, count in counts.items()}
-        for metric, value in nan_to_none(task.metrics_of_outputs(y[own], outputs[own], inputs.metrics)).items():
+        measured = nan_to_none(task.metrics_of_outputs(y[own], outputs[own], inputs.metrics))
+        if intervals and (collision := colliding_end([*measured], measured)):
+            raise ConfigError(
+                f"The lower or upper end of the interval of {collision[0]} is written as {collision[1]}, which is also the "
+                "metric of another class. Use --no-intervals (intervals=False), or rename the class and repeat the run."
+            )
+        for metric, value in measured.items():
             row[metric] = value
             if intervals:
                 dependent = None if units is None else units[own]

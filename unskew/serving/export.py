@@ -11,7 +11,7 @@ from unskew.errors import ConfigError, unknown_name
 from unskew.filesystem import make_folder, parse_path, write_atomic
 from unskew.folder_locks import is_occupied, unmake_folder
 from unskew.runs.build_model import ModelLike
-from unskew.serving.load import OpenedRun, open_run
+from unskew.serving.load import OpenedRun, check_trained, open_run
 from unskew.serving.model_card import model_card_text
 from unskew.serving.portable_model import write_model
 
@@ -57,12 +57,14 @@ def export(
         trust_code: Whether custom code that the run's ``config.yaml`` names may be imported and run.
 
     Raises:
-        ConfigError: If the format is unknown, the model cannot be exported to it, or ``out`` is not empty.
+        ConfigError: If the format is unknown, the model cannot be exported to it, ``out`` is not empty, or no client is
+            chosen and the method trains no global model.
         CheckpointError: If the folder contains no finished run, or the disk is full.
     """
     if format not in FILES:
         raise ConfigError(unknown_name("format", str(format), FILES))
     opened = open_run(run, client, client_number, model, trust_code)
+    check_trained(opened)
     if opened.inputs.harmonization is not None:
         raise ConfigError(
             f"The inputs of {opened.folder} are harmonized for each site, which an exported model cannot do. Use unskew "

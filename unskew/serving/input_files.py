@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -137,7 +138,7 @@ def read_rows(path: Path, inputs: InputSpec, new_site: bool = False) -> InputRow
 
 
 def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str, list[Any]]:
-    """Return columns of the file that rows were read from, by name.
+    """Return columns of the file that rows were read from, by name; missing cells are None.
 
     Args:
         rows: Rows of the file.
@@ -153,10 +154,18 @@ def file_columns(rows: InputRows, names: Sequence[str], path: Path) -> dict[str,
             raise ConfigError(f"--keep {name} names a column of a table, but {path} is not one.")
         if name not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', name, rows.table.column_names)}")
-    return {
-        name: [v if isinstance(v, int | float | str) else str(v) for v in rows.cells.column(name).to_pylist()]
-        for name in names
-    }
+    return {name: [json_value(value) for value in rows.cells.column(name).to_pylist()] for name in names}
+
+
+def json_value(value: Any) -> int | float | str | None:
+    """Return a cell as a value of JSON, which has no infinite numbers: None for a missing cell, otherwise a number or text.
+
+    >>> json_value(None), json_value(float("nan")), json_value(0.5), json_value(float("inf"))
+    (None, None, 0.5, 'inf')
+    """
+    if value is None or value != value:
+        return None
+    return value if isinstance(value, int | str) or (isinstance(value, float) and math.isfinite(value)) else str(value)
 
 
 def rows_of_table(table: Any, path: Path, inputs: InputSpec, new_site: bool) -> Tensor:

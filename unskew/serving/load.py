@@ -106,7 +106,8 @@ def load_predictor(
 ) -> ServedModel:
     """Load the trained model of a run folder for predictions on new inputs.
 
-    A client that never took part in a run whose clients keep models is served by the global one, with a warning.
+    A client that never took part in a run whose clients keep models is served by the global one, with a warning. There
+    is also a warning if parts of the global model, which clients keep, have their initial values.
 
     Args:
         run: The run folder.
@@ -119,9 +120,11 @@ def load_predictor(
 
     Raises:
         CheckpointError: If the folder contains no finished run, or its files are corrupted.
-        ConfigError: If the model cannot be built from the folder, or the client is unknown or has no personal model.
+        ConfigError: If the model cannot be built from the folder, the client is unknown or has no personal model, or no
+            client is chosen and the method trains no global model.
     """
     opened = open_run(run, client, client_number, model, trust_code)
+    check_trained(opened)
     if opened.inputs.objective.tokens:
         raise ConfigError(
             f"{opened.folder} contains a language model, which does not predict classes. Use unskew export --format "
@@ -137,7 +140,7 @@ def open_run(
     model: ModelLike | None = None,
     trust_code: bool = False,
 ) -> OpenedRun:
-    """Load a finished run with its model; see ``load_predictor``. Warn about a client that the global model serves.
+    """Load a finished run with its model; see ``load_predictor``, which also calls ``check_trained``.
 
     Args:
         run: Run folder.
@@ -168,13 +171,30 @@ def open_run(
         v, b, note = *final, initial_values_note(method, spec)
     else:
         v, b, note = model_of_client(folder, config, method, spec, final, served)
-        if note:
-            warnings.warn(note, RuntimeWarning, stacklevel=3)
     number = 0 if served is None else served.number
     names = split_models(config.model)
     spec, config = spec.of_client(number), config.model_copy(update={"model": names[number % len(names)]})
     module = spec.load(v.to(spec.dtype), b.to(spec.dtype) if len(b) else b)
     return OpenedRun(folder, config, inputs, spec, module, note, served)
+
+
+def check_trained(opened: OpenedRun) -> None:
+    """Validate that a run has trained the model that serves; warn, for the caller's caller, if parts of it are not trained.
+
+    Args:
+        opened: Run with its model.
+
+    Raises:
+        ConfigError: If no client is chosen, and the method trains no global model.
+    """
+    method = opened.config.method
+    if opened.client is None and not all(rule.trains_global_model for rule in method_of(method).rules):
+        raise ConfigError(
+            f"{method} trains no global model, only one model for each client. Choose a client with --client or "
+            "--client-number (client= or client_number=)."
+        )
+    if opened.note:
+        warnings.warn(opened.note, RuntimeWarning, stacklevel=3)
 
 
 def empty_federation(inputs: InputSpec) -> Federation:

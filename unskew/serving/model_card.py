@@ -6,7 +6,7 @@ import re
 import statistics
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -23,6 +23,7 @@ from unskew.serving.load import OpenedRun
 from unskew.serving.portable_model import input_shape
 from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.simulation.personal_models import has_personal_models
+from unskew.tasks.formatting import format_megabytes
 from unskew.tasks.primary_metric import KNOWN_METRICS, SCORES, metric_of, primary_metric_name
 from unskew.tasks.registry import TASKS
 
@@ -37,10 +38,28 @@ USES = {
 
 SIMULATED = "The model was trained in a simulation: the clients were parts of one data set on one machine."
 UNKNOWN = "No metrics of this model are known."
-MetricRow = tuple[str, str, float, float | None]
-"""Key of a metric, its title, and its mean and standard deviation over seeds."""
 CLIENT_METRIC = re.compile(r"(client|personal|unseen)_.*_(mean|std|worst|worst_decile)$")
 """Metrics of a summary that are computed from clients' held-out data."""
+KEPT = "kept_round"
+"""Field of a summary with the round of the model of the run, with ``keep: best``."""
+
+
+class MetricRow(NamedTuple):
+    """A row of the table of metrics.
+
+    Attributes:
+        key: Name of the metric in files.
+        title: Title of the row.
+        percent: Whether the values are shown in percent.
+        mean: Mean over seeds.
+        std: Standard deviation over seeds; None for a single one.
+    """
+
+    key: str
+    title: str
+    percent: bool
+    mean: float
+    std: float | None
 
 
 def model_card_text(opened: OpenedRun, kind: str) -> str:
@@ -66,7 +85,7 @@ def _text(opened: OpenedRun, kind: str) -> str:
     # Programs that do not know front matter show it as Markdown, where entities would be part of a name.
     name, data = (re.sub(r"[^\w .,;:%()'=/+-]", " ", value) for value in (title, str(own["data"])))
     seeds = len(runs)
-    metrics = [{"type": key, "name": name, "value": round(mean, 6)} for key, name, mean, _ in rows]
+    metrics = [{"type": row.key, "name": row.title, "value": round(row.mean, 6)} for row in rows]
     result = {"task": {"type": hub_task(opened)}, "dataset": {"name": data, "type": data}, "metrics": metrics}
     index = {"model-index": [{"name": name, "results": [result]}]} if rows else {}
     front: dict[str, Any] = {
@@ -77,7 +96,8 @@ def _text(opened: OpenedRun, kind: str) -> str:
     }
     whose = "the global model"
     several = f"mean and standard deviation over {seeds} runs of different seeds"
-    measured = f"Global model after the last round: {several if seeds > 1 else 'one run, so no spread is known'}."
+    which = "of the kept round" if KEPT in own else "after the last round"
+    measured = f"Global model {which}: {several if seeds > 1 else 'one run, so no spread is known'}."
     if opened.client is not None:
         client = escape_markdown(opened.client.name)
         if personal:
@@ -117,15 +137,22 @@ def global_metrics(opened: OpenedRun, runs: list[dict[str, Any]]) -> list[Metric
     own = runs[0]
     if opened.client is not None and has_several_models(own):
         return []
+    prefix, when = "", "last round"
+    if KEPT in own:  # the other metrics of the summary are those of the last round, whose model is another one
+        prefix, when = "kept_", f"kept round {own[KEPT]}" if len(runs) == 1 else "kept round"
     titles = metric_titles(opened.inputs.objective.name, opened.config, own)
-    shown = {name: f"Test {title}, last round" for name, title in titles.items()}
-    key = TASKS[opened.inputs.objective.name].scored
+    shown = {
+        f"{prefix}{name}": (name, f"Test {title}, {when}", metric_of(own, name).percent)
+        for name, title in titles.items()
+    }
+    scored = KNOWN_METRICS[TASKS[opened.inputs.objective.name].scored]
     for whose, models in (("client", "at clients"), ("personal", "of personal models")):
         for statistic, title in (("mean", "mean"), ("worst", "worst client")):
-            shown[f"{whose}_{key}_{statistic}"] = f"{KNOWN_METRICS[key].heading} {models}, {title}"
+            key = f"{whose}_{scored.name}_{statistic}"
+            shown[key] = (key, f"{scored.heading} {models}, {title}", scored.percent)
     return [
-        (key, title, *mean_std_over_seeds(runs, key))
-        for key, title in shown.items()
+        MetricRow(*row, *mean_std_over_seeds(runs, key))
+        for key, row in shown.items()
         if isinstance(own.get(key), int | float)
     ]
 
@@ -144,7 +171,9 @@ def client_metrics(opened: OpenedRun, own: dict[str, Any]) -> list[MetricRow]:
     values = {name: opened.client.row.get(f"{prefix}{name}") for name in titles}
     where = client_test_data(opened.client.row)
     return [
-        (name, f"{titles[name][0].upper()}{titles[name][1:]} on {where}", float(value), None)
+        MetricRow(
+            name, f"{titles[name][0].upper()}{titles[name][1:]} on {where}", metric_of(own, name).percent, value, None
+        )
         for name, value in values.items()
         if isinstance(value, int | float)
     ]
@@ -224,14 +253,11 @@ def mean_std_over_seeds(runs: list[dict[str, Any]], key: str) -> tuple[float, fl
 
 def table_row(row: MetricRow) -> str:
     """Format a row of the table of metrics."""
-    key, name, mean, std = row
 
     def shown(value: float | None) -> str:
-        return (
-            "" if value is None else f"{100 * value:.1f} %" if any(name in key for name in SCORES) else f"{value:.4f}"
-        )
+        return "" if value is None else f"{100 * value:.1f} %" if row.percent else f"{value:.4f}"
 
-    return f"| {name} | {shown(mean)} | {shown(std)} |"
+    return f"| {row.title} | {shown(row.mean)} | {shown(row.std)} |"
 
 
 def escape_markdown(text: object) -> str:
@@ -299,7 +325,8 @@ def training_text(opened: OpenedRun, own: dict[str, Any]) -> str:
         f"round, batch size {config.batch_size}, {config.optimizer} with learning rate {config.lr:g}. Seed {config.seed}.",
         f"- Model: {code(config.model)}, {opened.spec.size} trained parameters. Client weighting: "
         f"{code(own['client_weighting'])}.",
-        f"- Traffic of all clients: {own['bytes_up'] / 1e6:.1f} MB up, {own['bytes_down'] / 1e6:.1f} MB down.",
+        f"- Traffic of all clients: {format_megabytes(own['bytes_up'])} MB up, "
+        f"{format_megabytes(own['bytes_down'])} MB down.",
     ]
     return "\n".join(lines)
 

@@ -141,7 +141,7 @@ def file_metadata(opened: OpenedRun) -> dict[str, str]:
     about |= {} if inputs.objective.tokens else {"class_names": inputs.names}
     about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}
     about |= {"class_weights": list(inputs.class_weights)} if inputs.class_weights else {}
-    about |= {"values": list(inputs.constants["values"])} if inputs.objective.pixels and inputs.constants else {}
+    about |= {"values": list(inputs.constants["values"])} if "values" in inputs.constants else {}
     about |= {"features": list(inputs.features)} if inputs.features else {}
     columns = [{"name": column.name, "kind": column.kind, "values": list(column.values)} for column in inputs.columns]
     about |= {"columns": columns} if columns else {}

@@ -184,7 +184,7 @@ class Task(TaskTargets, TaskConstants):
         horizons: Sequence[float] = (),
         curve: bool = False,
     ) -> dict[str, Sequence[float | None]]:
-        """Return the numbers of ``unskew predict`` by the names of their columns.
+        """Return the numbers of ``unskew predict`` by the names of their columns; probabilities have six digits.
 
         Args:
             outputs: Outputs of the model, ``[n, C]``.
@@ -198,7 +198,8 @@ class Task(TaskTargets, TaskConstants):
         """
         if horizons or curve:
             raise ConfigError(f"--horizons and --curve require a survival model, but the task is {self.name}.")
-        return {title: outputs[:, k].tolist() for k, title in enumerate(self.output_names(names, label))}
+        columns = outputs.T.tolist() if self.output_kind == "numbers" else map(six_digits, outputs.T)
+        return dict(zip(self.output_names(names, label), columns, strict=True))
 
     def decisions(self, outputs: np.ndarray, metrics: MetricSet, threshold: float | None = None) -> list[Any]:
         """Return the prediction of each sample: a class name, a list of labels, or by default the number or numbers.
@@ -440,3 +441,8 @@ class Task(TaskTargets, TaskConstants):
         p_term = log_p.exp() * (math.log(2) - F.softplus(log_q - log_p))
         q_term = log_q.exp() * (math.log(2) - F.softplus(log_p - log_q))
         return 1 - 0.5 * (p_term + q_term).sum(-1).mean()
+
+
+def six_digits(values: np.ndarray) -> list[float]:
+    """Return probabilities ``[n]`` with six significant digits."""
+    return [float(f"{value:.6g}") for value in values]

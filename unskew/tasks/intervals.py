@@ -8,7 +8,7 @@ bootstrap; Student 1908 (Biometrika 6). An interval is None if it is not defined
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from statistics import NormalDist
 
 import numpy as np
@@ -163,6 +163,19 @@ def interval_fields(name: str, interval: Interval) -> dict[str, float | None]:
     """
     low, high = interval or (None, None)
     return {f"{name}_low": low, f"{name}_high": high}
+
+
+def colliding_end(names: Sequence[str], metrics: Collection[str]) -> tuple[str, str] | None:
+    """Return a metric and the end of its interval that has the name of another metric; None if there is none.
+
+    Args:
+        names: Names of metrics with intervals.
+        metrics: Names of all metrics.
+
+    >>> colliding_end(["recall/risk"], ["recall/risk", "recall/risk_low"]), colliding_end(["recall/a"], ["recall/b_low"])
+    (('recall/risk', 'recall/risk_low'), None)
+    """
+    return next(((name, end) for name in names for end in interval_fields(name, None) if end in metrics), None)
 
 
 def mean_statistic(values: np.ndarray) -> Statistic:

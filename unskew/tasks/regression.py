@@ -19,15 +19,18 @@ from unskew.tasks.metrics import MetricSet, Statistic
 
 LEAST = -1e6
 """Lowest reported R², also for predictions that are not finite."""
+ROUNDING = 1e-14
+"""Largest share of the sum of squares that the sum of squared distances from the mean has if only rounding makes it positive:
+standardized targets have 24 bits."""
 
 
 @dataclass(frozen=True)
 class Regression(Task):
     """Regression with ``T`` standardized targets, ``y [B, T]``: the model predicts ``(target - mean) / std``.
 
-    MAE and RMSE are in the targets' original units. R² is that of scikit-learn, averaged over targets. For a single
-    sample, and therefore for a client, it is ``1 - squared error / variance`` with the variance of all clients'
-    targets.
+    MAE and RMSE are in the targets' original units. R² is that of scikit-learn, averaged over targets, and undefined for one
+    sample. For a client, which may have a single sample, it is the mean of ``1 - squared error / variance`` with the
+    variance of all clients' targets.
 
     Attributes:
         kind: Loss: ``mse``, ``mae`` or ``huber``.
@@ -126,13 +129,14 @@ class Regression(Task):
         return regression_metrics(tally, self.std)
 
     def outputs(self, logits: Tensor) -> Tensor:
-        """Convert standardized predictions ``[B, T]`` to original units."""
-        std, mean = (logits.new_tensor(values) for values in (self.std, self.mean))
-        return logits * std + mean
+        """Convert standardized predictions ``[B, T]`` to original units, in float64."""
+        numbers = logits.to(torch.float64)  # float32 has too few digits for a mean far above the standard deviation
+        std, mean = (numbers.new_tensor(values) for values in (self.std, self.mean))
+        return numbers * std + mean
 
     def scores(self, logits: Tensor) -> Tensor:
         """Return predictions in the targets' original units, ``[B]``, or ``[B, T]`` for several targets."""
-        numbers = self.outputs(logits.to(torch.float64))
+        numbers = self.outputs(logits)
         return numbers.squeeze(-1) if numbers.shape[-1] == 1 else numbers
 
     def truth(self, y: Tensor) -> Tensor:
@@ -146,7 +150,7 @@ class Regression(Task):
 
     def metrics_of_outputs(self, y: np.ndarray, outputs: np.ndarray, metrics: MetricSet) -> dict[str, float]:
         """Compute R², MAE and RMSE."""
-        return regression_metrics(regression_sums(torch.from_numpy(outputs), torch.from_numpy(y)))
+        return regression_metrics(regression_sums(*centered(torch.from_numpy(outputs), torch.from_numpy(y))))
 
     def statistic(self, name: str, y: np.ndarray, scores: np.ndarray, metrics: MetricSet) -> Statistic | None:
         """Return the statistic of the loss, R², MAE or RMSE."""
@@ -154,11 +158,26 @@ class Regression(Task):
         if name == "loss":
             losses = self.losses(self.standardize(predicted), self.standardize(target))
             return mean_statistic(losses.to(torch.float64).numpy())
-        return sums_statistic(name, Regression(), predicted, target)  # in the targets' units
+        return sums_statistic(name, Regression(), *centered(predicted, target))  # in the targets' units
+
+
+def centered(predicted: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Subtract the median of the targets from predictions and targets, so that ``regression_sums`` loses no digits.
+
+    The median is one of the targets, so constant ones become exactly 0.
+
+    Args:
+        predicted: Predictions, ``[B, T]``.
+        y: Targets, ``[B, T]``.
+    """
+    center = y.median(0).values
+    return predicted - center, y - center
 
 
 def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
     """Compute count and sums of ``y``, ``y²``, squared errors and absolute errors over a batch, ``[5, T]``.
+
+    Targets must be standardized or ``centered``: the difference of sums that gives R² otherwise loses its digits.
 
     Args:
         predicted: Predictions, ``[B, T]``.
@@ -171,6 +190,8 @@ def regression_sums(predicted: Tensor, y: Tensor) -> Tensor:
 def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, float]:
     """Compute R², mean absolute error and root mean squared error, averaged over targets as in scikit-learn.
 
+    R² is NaN for fewer than two samples.
+
     Args:
         sums: Sums from ``regression_sums``.
         std: Standard deviation of each target, to convert errors to original units; 1 if empty.
@@ -181,16 +202,16 @@ def regression_metrics(sums: Tensor, std: Sequence[float] = ()) -> dict[str, flo
     """
     count, total, squares, squared, absolute = sums.cpu()
     unit = torch.tensor(std or [1.0] * len(count), dtype=torch.float64)
-    spread = (squares - total.square() / count).clamp_min(0)
+    spread = squares - total.square() / count
     constant = (squared == 0).to(torch.float64)  # R² of constant targets: 1 if predicted exactly, otherwise 0
-    r2 = torch.where(spread > 0, 1 - squared / spread, constant)
+    r2 = torch.where(spread > ROUNDING * squares, 1 - squared / spread, constant)
     return {
-        "r2": clipped_r2(float(r2.mean())),
+        "r2": clipped_r2(float(r2.mean())) if count[0] > 1 else math.nan,
         "mae": float((unit * absolute / count).mean()),
         "rmse": float((unit * (squared / count).sqrt()).mean()),
     }
 
 
 def clipped_r2(r2: float) -> float:
-    """Return R² with a lower bound of ``LEAST``, also for NaN, so that it can be written to files."""
+    """Return R² with a lower bound of ``LEAST``, also for NaN, which predictions that are not finite give."""
     return LEAST if math.isnan(r2) else max(r2, LEAST)

@@ -25,6 +25,8 @@ from unskew.tasks.metrics import TINY, MetricSet, Statistic
 
 SMOOTHING = 1e-5
 """Summand ``s`` of numerator and denominator of the soft Dice."""
+BOTH = (1.0, 1.0)
+"""Weights of cross-entropy and Dice in the default loss."""
 SHARE = "share("
 """Beginning of the names of columns with the share of a class in the pixels of an image."""
 
@@ -73,32 +75,42 @@ class Segmentation(Task):
 
     @property
     def constants(self) -> dict[str, tuple[float, ...]]:
-        """Gray values of the classes, and of ignored pixels, if they are known, and class weights of the training."""
+        """Known gray values of classes and of ignored pixels, class weights, and weights of the loss's terms, if not 1."""
         ignore = () if self.ignore is None else (self.ignore,)
-        known = {"values": self.values, "ignore": ignore, "class_weights": self.weights}
+        terms = {"ce": (1.0, 0.0), "dice": (0.0, 1.0)}.get(self.kind, (1.0, self.weight))
+        loss = () if terms == BOTH else terms
+        known = {"values": self.values, "ignore": ignore, "class_weights": self.weights, "loss": loss}
         return {name: tuple(map(float, values)) for name, values in known.items() if values}
 
     def with_constants(self, constants: Mapping[str, Sequence[float]], classes: int) -> Segmentation:
-        """Return the segmentation with gray values; class weights of the training have no effect on predictions."""
+        """Return the segmentation with gray values and loss; class weights have no effect on predictions and metrics."""
         weights = tuple(constants.get("class_weights", ()))
         numbers = [*constants.get("values", ()), *constants.get("ignore", ())]
         values, ignore = (tuple(int(level) for level in constants.get(name, ())) for name in ("values", "ignore"))
         levels = {*values, *ignore}
         valid = levels == {*numbers} and len(levels) == len(numbers) and all(0 <= level <= OUTSIDE for level in levels)
         valid = valid and len(values) in (0, classes) and len(ignore) < 2 and min(weights, default=1) > 0
-        if {*constants} - {"values", "ignore", "class_weights"} or not valid or len(weights) not in (0, classes):
+        terms = tuple(constants.get("loss", BOTH))
+        valid = valid and (terms == (0, 1) or (len(terms) == 2 and terms[0] == 1 and 0 <= terms[1] < math.inf))
+        known = {"values", "ignore", "class_weights", "loss"}
+        if {*constants} - known or not valid or len(weights) not in (0, classes):
             raise ValueError(
-                "the constants are not a gray value and a positive weight per class, and one of ignored pixels"
+                "the constants are not a gray value and a positive weight per class, one of ignored pixels, and the weights "
+                "of cross-entropy and Dice"
             )
-        return replace(self, values=values, ignore=next(iter(ignore), None))
+        kind = "dice" if not terms[0] else "ce+dice" if terms[1] else "ce"
+        return replace(self, values=values, ignore=next(iter(ignore), None), kind=kind, weight=terms[1] or 1.0)
 
     def accepts(self, constants: Mapping[str, Sequence[float]]) -> str:
-        """Return why gray values are not the configured ones; without ``segmentation.values``, classes may have any."""
+        """Return why gray values or loss are not the configured ones; those that are not configured may be any."""
         values = tuple(constants.get("values", ()))
         if self.values and values != self.values:
             return "its gray values of the classes are not those of segmentation.values"
         if tuple(constants.get("ignore", ())) != (() if self.ignore is None else (self.ignore,)):
             return "its ignored gray value is not that of segmentation.ignore"
+        loss = self.constants.get("loss", BOTH)
+        if tuple(constants.get("loss", loss)) != loss:  # a data schema leaves the loss to the experiment
+            return "its loss is not that of the experiment"
         return ""
 
     def configured(self, options: Any) -> Segmentation:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.functorch_api import constant
+from unskew.tasks.base import six_digits
 from unskew.tasks.intervals import mean_statistic
 from unskew.tasks.metrics import MetricSet, Statistic
 from unskew.tasks.survival_bins import SurvivalBins
@@ -261,7 +262,7 @@ class Survival(SurvivalBins):
         times = tuple(horizons) or self.horizons
         risks = 1 - self.survival(outputs, times)
         columns: dict[str, Sequence[float | None]] = {
-            f"risk({time})": risks[:, k].tolist() for k, time in enumerate(time_names(times))
+            f"risk({time})": six_digits(risks[:, k]) for k, time in enumerate(time_names(times))
         }
         columns["median"] = self.decisions(outputs, MetricSet())
         return columns | (super().predicted_columns(outputs, names, label) if curve else {})

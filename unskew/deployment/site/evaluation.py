@@ -39,7 +39,7 @@ from unskew.simulation.samplers.poisson import PoissonSampler
 from unskew.sums.base import HeldOutScores
 from unskew.tasks.base import Task
 from unskew.tasks.classification import MOST_RECALLS
-from unskew.tasks.intervals import LEVEL
+from unskew.tasks.intervals import LEVEL, colliding_end
 from unskew.tasks.metrics import TWO_CLASSES, MetricSet
 from unskew.tasks.primary_metric import RECALL
 
@@ -249,7 +249,9 @@ def every_metric(work: SiteTrainer, level: float) -> MetricSet:
         level: Level of the intervals.
     """
     federation, task = work.original, work.original.objective
-    left_out = [*(["recall"] if federation.classes > MOST_RECALLS else []), *TWO_CLASSES * (federation.classes != 2)]
+    recalls = [f"{RECALL}{name}" for name in federation.names]
+    few = federation.classes <= MOST_RECALLS and colliding_end(recalls, recalls) is None
+    left_out = [*([] if few else ["recall"]), *TWO_CLASSES * (federation.classes != 2)]
     names = [name for name in task.requestable if name not in left_out]
     config = work.config.model_copy(update={"metrics": tuple(names), "objective": AUTO})
     computed = run_metrics(config, federation).computed
