@@ -71,6 +71,7 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
     needs = ("one_class",)
     weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
+    sends_model_changes: ClassVar[bool] = False
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"fisher": (0.0, 1e38)}
     trains_alone: ClassVar[bool] = True
     has_personal_model: ClassVar[bool] = True

@@ -83,7 +83,7 @@ class IFCA(ClientRule, ServerRule):
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
         """Whole updates; single ones, unless updates of all models are sent."""
-        return ("final_training", "whole_updates", *(() if self.blocks else ("individual",)))
+        return ("final_training", "whole_updates", "model_changes", *(() if self.blocks else ("individual",)))
 
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
