@@ -85,6 +85,10 @@ class Dense(ServerRule):
     }
     needs = ("one_class", "individual", "whole_updates", "model_changes")
     tasks_reason: ClassVar[str] = "each image that it generates has one class"
+    idle_options = (
+        ({"epochs": 1}, ("keep_optimizer",)),
+        ({"momentum": 0}, ("keep_optimizer",)),
+    )
 
     start_round: Annotated[int, Field(ge=0)] = 0
     epochs: Whole = 200

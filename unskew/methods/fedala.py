@@ -59,6 +59,7 @@ class FedALA(ClientRule):
     has_personal_model: ClassVar[bool] = True
     # The paper's default and its neighbors.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.1, 10.0)}
+    idle_options = (({"eta": 0}, ("share",)),)
 
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     share: Annotated[float, Field(gt=0, le=1)] = 0.8

@@ -48,6 +48,7 @@ class FedDisco(ClientRule):
     tasks_reason: ClassVar[str] = "its weights compare the shares of classes"
     # Around the defaults.
     spaces: ClassVar[Mapping[str, Space]] = {"a": uniform_range(0.1, 0.9), "b": uniform_range(0.0, 0.3)}
+    idle_options = (({"a": 0}, ("distance", "target")),)
 
     a: Annotated[float, Field(ge=0)] = 0.5
     b: Annotated[float, Field(ge=0)] = 0.1
