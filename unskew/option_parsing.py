@@ -15,7 +15,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, TypeVar, cast
 
 import pydantic
@@ -120,22 +120,37 @@ def docstring_entries(docstring: str, section: str) -> dict[str, str]:
     return {name: " ".join(text.split()) for name, text in named}
 
 
-def check_no_effect(rule: object, options: Collection[str], cause: str) -> None:
-    """Validate that options which have no effect in a run have their defaults.
+def options_without_effect(rule: Any) -> dict[str, str]:
+    """Return the options that have no effect with the values of others, and these values, as in ``beta=0``.
 
     Args:
-        rule: Instance of a rule, which has a ``name``.
-        options: Names of the options without an effect.
-        cause: Reason for the message: ``with adaptive=false``.
+        rule: Instance of a rule, whose ``idle_options`` declare them.
+
+    >>> from unskew.methods.fedntd import FedNTD
+    >>> options_without_effect(FedNTD(beta=0))
+    {'tau': 'beta=0'}
+    """
+    idle: dict[str, str] = {}
+    for values, options in rule.idle_options:
+        if all(getattr(rule, name) == value for name, value in values.items()):
+            written = {name: str(value).lower() if isinstance(value, bool) else value for name, value in values.items()}
+            idle |= dict.fromkeys(options, " and ".join(f"{name}={value}" for name, value in written.items()))
+    return idle
+
+
+def check_options_have_effect(rule: Any) -> None:
+    """Validate that options which have no effect have their defaults.
+
+    Args:
+        rule: Instance of a rule.
 
     Raises:
-        ConfigError: If an option has another value than its default.
+        ConfigError: If an option without an effect has another value than its default.
     """
     defaults = option_defaults(type(rule))
-    for option in options:
+    for option, cause in options_without_effect(rule).items():
         if getattr(rule, option) != defaults[option]:
-            name = getattr(rule, "name", type(rule).__name__)
-            raise ConfigError(f"{name}:{option} has no effect {cause}. Remove one of the two.")
+            raise ConfigError(f"{rule.name}:{option} has no effect with {cause}. Remove one of the two.")
 
 
 @functools.lru_cache(maxsize=128)

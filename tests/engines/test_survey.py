@@ -10,7 +10,7 @@ from torch import nn
 import unskew
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import ConfigError, MethodConflictError
-from unskew.protocol.rules import START
+from unskew.protocol.rules import SHIFT, START
 
 SIZES, FEATURES, HIDDEN, CLASSES, ROUNDS = (1203, 40, 700), 3, 4, 3, 2
 """More samples than one chunk; the sizes are multiples of neither a chunk nor a batch."""
@@ -253,13 +253,14 @@ def test_training_starts_from_the_model_that_begin_returns(engine, together, mon
         assert_close(delta.numpy(), (-0.1 * torch.func.grad(loss)(v / 2)).numpy(), TRAINING)
 
 
+@pytest.mark.parametrize("entry", [START, SHIFT])
 @pytest.mark.parametrize(("engine", "together"), ENGINES)
-def test_an_initial_model_of_another_shape_is_refused(engine, together):
+def test_an_initial_model_or_a_shift_of_another_shape_is_refused(engine, together, entry):
     class Short(Halved):
         def begin(self, ctx):
-            return {START: ctx.v_global[1:]}
+            return {entry: ctx.v_global[1:]}
 
-    with pytest.raises(ConfigError, match=r'halved\.begin must return an entry "initial_model" like the model'):
+    with pytest.raises(ConfigError, match=rf'halved\.begin must return an entry "{entry}" like the model'):
         train(Short(), engine, clients_per_group=together)
 
 

@@ -116,6 +116,24 @@ def test_rules_that_need_the_received_model_find_it_in_any_order(other):
     assert float((one - run(other, 0.5, **options)[0].vector).abs().max()) > 1e-5
 
 
+@pytest.mark.parametrize(
+    ("other", "weights", "same"),
+    [
+        ("fednova", "samples", True),  # all clients take the same number of steps
+        ("qfedavg:q=0", "uniform", True),
+        ("smooth:beta=0", "samples", True),
+        ("smooth:beta=0.5", "samples", False),
+    ],
+)
+def test_rules_that_transform_updates_see_the_difference_to_the_received_model_in_any_order(other, weights, same):
+    options = {"model": two_layers(), "local_steps": 3, "local_epochs": None, "client_weighting": weights}
+    vectors = [
+        run(e, 0.5, **options)[0].vector for e in (f"fedala:eta=20+{other}", f"{other}+fedala:eta=20", "fedala:eta=20")
+    ]
+    assert float((vectors[0] - vectors[1]).abs().max()) < EXACT
+    assert (float((vectors[0] - vectors[2]).abs().max()) < EXACT) == same
+
+
 @pytest.mark.parametrize("other", ["ditto", "ft", "fedper", "fedals", "ifca"])
 def test_a_client_has_one_personal_model_and_sends_all_of_it(other):
     with pytest.raises(MethodConflictError, match=r"both define|only parts of the model are sent"):

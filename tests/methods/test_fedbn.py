@@ -141,6 +141,33 @@ def test_a_model_without_batchnorm_is_that_of_fedavg_and_it_is_told():
         train(rounds=1)
 
 
+def test_statistics_without_trained_parameters_are_averaged_unless_buffers_are_local():
+    """Of a client that takes part for the second time; a warning says that they are averaged."""
+    starts = []
+
+    class Watch(unskew.ClientRule):
+        name, summary, paper = "watch", "for tests", "none"
+
+        def begin(self, ctx):
+            starts.append(ctx.b_global.clone())
+            return {}
+
+    def spread(**options):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Flatten(), torch.nn.Linear(72, 4), torch.nn.BatchNorm1d(4, affine=False), torch.nn.Linear(4, 3)
+        )
+        starts.clear()
+        budget = {**BUDGET, "participation": 1.0, "rounds": 2, "engine": "inline", **options}
+        unskew.run(domains(), model=model, method=["fedbn", Watch()], **budget)
+        return float((torch.stack(starts[5:]) - starts[5]).abs().max())
+
+    with pytest.warns(UserWarning, match=r"averages the statistics of BatchNorm without .* \(2\).* Set buffers=local"):
+        assert spread() == 0
+    with pytest.warns(UserWarning, match="keeps no layers"):
+        assert spread(buffers="local") > 0.1
+
+
 @pytest.mark.parametrize("other", ["ditto", "fedrep", "fedals", "ca2fl", "feddle"])
 def test_sums_that_mean_nothing_are_refused(other):
     for spelling in (f"fedbn+{other}", f"{other}+fedbn"):

@@ -5,7 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from support.batch_loop import CLASSES, initial, local, loss, run, skewed
+from support.batch_loop import CLASSES, FEATURES, initial, local, loss, run, skewed
 from support.protocol import facts
 from support.tolerance import TRAINING, assert_close
 
@@ -70,9 +70,9 @@ def info(counts):
 def test_the_weights_of_a_small_case():
     """KL to uniform of (2, 0), (1, 1), (3, 3) is ln 2, 0, 0; normalized 1, 0, 0. Shares are 0.2, 0.2, 0.6."""
     known = info([[2, 0], [1, 1], [3, 3]])
-    assert_close(FedDisco(a=0.1, b=0.2).weights(known, [0, 1, 2]) / 10, np.array([0.3, 0.4, 0.8]), TRAINING)
-    assert_close(FedDisco(a=0.5, b=0.1).weights(known, [0, 1, 2]) / 10, np.array([0.0, 0.3, 0.7]), TRAINING)
-    assert_close(FedDisco(a=0.1, b=0.0).weights(known, [0, 1]) / 4, np.array([0.4, 0.5]), TRAINING)
+    assert_close(FedDisco(a=0.1, b=0.2).weights(known, [0, 1, 2]), np.array([0.3, 0.4, 0.8]) / 1.5 * 10, TRAINING)
+    assert_close(FedDisco(a=0.5, b=0.1).weights(known, [0, 1, 2]), np.array([0.0, 0.3, 0.7]) * 10, TRAINING)
+    assert_close(FedDisco(a=0.1, b=0.0).weights(known, [0, 1]), np.array([0.4, 0.5]) / 0.9 * 4, TRAINING)
     assert_close(FedDisco(a=9.0, b=0.0).weights(known, [0]), np.array([2.0]), TRAINING)
     assert FedDisco().weights(known, []).shape == (0,)
 
@@ -82,10 +82,20 @@ def test_equal_classes_give_sample_weights_up_to_the_constant():
     known = info([[1, 3], [2, 6], [3, 9]])
     thirds = info([[1, 1, 1], [2, 2, 2], [7, 7, 7]])
     assert_close(FedDisco(a=9.0, b=0.0).weights(thirds, [0, 1, 2]), np.array([3, 6, 21]), TRAINING)
-    assert_close(FedDisco(a=0.3, b=0.2).weights(known, [0, 1, 2]) / 24 - 0.1, np.array([1, 2, 3]) / 6, TRAINING)
-    assert_close(
-        FedDisco(a=0.3, b=0.2, target="all").weights(known, [0, 1, 2]) / 24 - 0.2, np.array([1, 2, 3]) / 6, TRAINING
-    )
+    shares = np.array([1, 2, 3]) / 6
+    constants = {"uniform": 0.1, "all": 0.2}  # with equal discrepancies of 1/3, and without discrepancies
+    for target, constant in constants.items():
+        weights = FedDisco(a=0.3, b=0.2, target=target).weights(known, [0, 1, 2])
+        assert_close(weights, (shares + constant) / (1 + 3 * constant) * 24, TRAINING)
+
+
+def test_a_server_with_as_many_samples_as_the_clients_has_half_of_the_weight():
+    """Balanced clients of equal classes: FedDisco's weights are the samples, so ``hfcl`` is as with FedAvg."""
+    rows = torch.randn(8, FEATURES, generator=torch.Generator().manual_seed(0))
+    clients = [(rows + k, torch.arange(8) % CLASSES) for k in range(3)]
+    fed = unskew.Federation.from_arrays(clients, test=clients[0], classes=CLASSES, holdout=0, server=clients[1])
+    one, two = (run(f"{e}hfcl:n_s=24", 1.0, fed)[0].vector for e in ("feddisco+", ""))
+    assert float((one - two).abs().max()) < EXACT
 
 
 def test_without_both_terms_it_is_fedavg_bit_for_bit():

@@ -86,5 +86,5 @@ def test_partial_updates_are_refused(method, other):
 
 
 def test_updates_divided_by_steps_are_refused():
-    with pytest.raises(MethodConflictError, match="fednova divides updates"):
+    with pytest.raises(MethodConflictError, match="with fednova clients send something else"):
         run("fedcm+fednova")

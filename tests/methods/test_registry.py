@@ -5,19 +5,22 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from support.batch_loop import run, two_layers
+from support.batch_loop import run, skewed, two_layers
 from support.protocol import an_update, facts, some_updates, state_at
 from support.quadratic import LR, STEPS, Quadratics, gradient, optimum, oracle, problem, sizes
 from support.tolerance import TRAINING, assert_close
 
+import unskew
 from unskew.errors import ConfigError
 from unskew.methods.fedavgm import FedAvgM
 from unskew.methods.feddle.feddle import Feddle
 from unskew.methods.fedopt import FedAdagrad, FedAdam, FedYogi
 from unskew.methods.fedprox import FedProx
-from unskew.methods.registry import method
+from unskew.methods.registry import METHODS, method, rule_class
+from unskew.option_parsing import check_options_have_effect
 from unskew.protocol.rules import ClientRule
 from unskew.protocol.training_config import Training
+from unskew.runs import validation
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.5])
@@ -240,17 +243,106 @@ def test_an_option_beyond_all_numbers_is_refused():
         method([Own(beta=float("nan")), "scaffold"])
 
 
-@pytest.mark.parametrize(
-    ("expression", "without_effect"),
-    [
-        ("fedamp:lam=0,sigma=2", "sigma has no effect with lam=0"),
-        ("feddbe:kappa=0,mu=0.5", "mu has no effect with kappa=0"),
-        ("fedgh:epochs=0,lr=0.1", "lr has no effect with epochs=0"),
-        ("fedsol:rho=0,tau=2", "tau has no effect with rho=0"),
-        ("fedtgp:epochs=0,threshold=1", "threshold has no effect with epochs=0"),
-        ("floco:endpoints=1,rho=0.1", "rho has no effect with endpoints=1"),
-    ],
+IDLE = {
+    "apfl:adaptive=false": "decay=0.5",
+    "ccvr:epochs=0": "samples=9 lr=0.5 ridge=0.1",
+    "dense:epochs=1": "keep_optimizer=false",
+    "dense:momentum=0": "keep_optimizer=false",
+    "dp:noise=1,adaptive=false": "quantile=0.9 clip_lr=0.3 bit_noise=2",
+    "dp:noise=0": "epsilon=8 bit_noise=2",
+    "dpsgd:noise=0": "epsilon=8",
+    "fedala:eta=0": "share=0.3",
+    "fedamp:lam=0": "kernel=exponential sigma=2 alpha=2 own=0.9",
+    "fedamp:kernel=exponential": "own=0.9",
+    "fedas:epochs=0": "eta=0.5",
+    "fedasync:staleness=constant": "a=0.9 b=9",
+    "fedasync:staleness=polynomial": "b=9",
+    "fedavgm:beta=0": "nesterov=true",
+    "fedcog:coefficients=auto": "lambda_kd=0.5",
+    "fedcog:supervision=hard": "t=4",
+    "fedcog:lambda_dis=0": "t_js=4 js=reversed_clamped max_prev_age=3",
+    "fedcog:source=global": "lambda_dis=5 t_js=4 js=reversed_clamped max_prev_age=3",
+    "fedcog:source=noise": "g_lr=0.5",
+    "feddbe:kappa=0": "mu=0.5",
+    "feddf:epochs=0": "lr=0.5 batch=3 optimizer=adam",
+    "feddf:steps=0": "lr=0.5 batch=3 optimizer=adam",
+    "feddisco:a=0": "distance=l1 target=all",
+    "fedgen:gen_steps=0": "gen_lr=0.5 beta_s=1 eta_div=2",
+    "fedgh:epochs=0": "lr=0.1 batch=3",
+    "fedntd:beta=0": "tau=3",
+    "fedreg:iterations=0": "eta_s=0.5 clamp=true",
+    "fedsol:rho=0": "tau=2 form=fixed",
+    "fedssyn:data=real": "rho=0.5 n_syn=9 generator=gan epochs=3 refuse=0.5 keep=math:sqrt match_steps=false",
+    "fedssyn:data=central_real": "rho=0.5 n_syn=9 generator=gan epochs=3 refuse=0.5 keep=math:sqrt match_steps=false",
+    "fedtgp:epochs=0": "threshold=1 lr=0.1 batch=3",
+    "floco:endpoints=1": "tau=9 rho=0.1",
+    "hetlora:gamma=1": "lam=0.5",
+    "hfcl:n_s=0": "epochs=3 steps=3 lr=0.5 batch=3 optimizer=adam",
+    "ifca:groups=1": "spread=0.9",
+    "knnper:lam=0": "k=3 scale=2",
+    "moon:mu=0": "temperature=0.1 first=global",
+    "perfedavg:version=fo": "delta=0.1",
+    "scaffold:option=I": "variate=mean",
+    "vhl:lam=0": "align_epochs=2 temperature=0.5",
+}
+"""Options without an effect, by the options that make them so."""
+
+
+@pytest.mark.parametrize("expression", IDLE)
+def test_options_without_an_effect_are_rejected(expression):
+    """All that the class declares for these values."""
+    name, _, values = expression.partition(":")
+    (rule,) = {rule for rule in method(expression).rules if rule.name == name}
+    check_options_have_effect(rule)
+    declared = [options for idle, options in rule.idle_options if str(idle).lower() == written(values)]
+    options = IDLE[expression].split()
+    assert [option.partition("=")[0] for option in options] == list(*declared)
+    for option in options:
+        (rule,) = {rule for rule in method(f"{expression},{option}").rules if rule.name == name}
+        with pytest.raises(ConfigError, match=f"{option.partition('=')[0]} has no effect with {values.split(',')[-1]}"):
+            check_options_have_effect(rule)
+
+
+def written(values):
+    """Return the last of the values as Python writes it in a dictionary, in lower case."""
+    option, _, value = values.split(",")[-1].partition("=")
+    number = value.isdigit() or value == "false"
+    return f"{{'{option}': {value if number else repr(value.lower())}}}"
+
+
+def test_all_options_without_an_effect_are_tested():
+    tested = {expression.partition(":")[0] for expression in IDLE}
+    inherited = {"center", "fedcog-authors", "fedft"}
+    for name in METHODS.keys() - tested - inherited:
+        assert not rule_class(name).idle_options, name
+
+
+QUICK = (
+    *("apfl", "ccvr", "fedala", "fedasync", "fedavgm", "fedcog", "feddisco", "fedgen", "fedntd", "fedreg", "ifca"),
+    *("knnper", "moon", "perfedavg", "scaffold", "vhl"),
 )
-def test_options_without_an_effect_are_rejected(expression, without_effect):
-    with pytest.raises(ConfigError, match=without_effect):
-        run(expression, model=two_layers(), rounds=1)
+"""Methods whose runs are short and need no special data."""
+
+
+@pytest.mark.parametrize("expression", [e for e in IDLE if e.partition(":")[0] in QUICK])
+def test_options_that_are_declared_without_an_effect_have_none(expression, monkeypatch):
+    """Neither on the model nor on the traffic nor on personal models."""
+    monkeypatch.setattr(validation, "check_options_have_effect", lambda rule: None)
+    quick = expression.replace("fedcog:", "fedcog:start_round=0,n=6,g_steps=2,")
+
+    def outcome(*options):
+        budget = {"lr": 0.1, "local_epochs": 1, "batch_size": 4, "rounds": 3, "precision": "fp64", "engine": "inline"}
+        result = unskew.run(skewed(sizes=(8, 8, 12)), method=",".join((quick, *options)), model=two_layers(), **budget)
+        keys = [key for key in result.summary if "bytes" in key or "accuracy" in key or "loss" in key]
+        return result.vector, {key: result.summary[key] for key in keys}
+
+    vector, summary = outcome()
+    for option in IDLE[expression].split():
+        other = outcome(option)
+        assert torch.equal(vector, other[0]), option
+        assert summary == pytest.approx(other[1], nan_ok=True, abs=0, rel=0), option
+
+
+def test_a_run_rejects_an_option_without_an_effect():
+    with pytest.raises(ConfigError, match=r"fedsol:tau has no effect with rho=0\. Remove one of the two"):
+        run("fedsol:rho=0,tau=2", rounds=1)

@@ -20,8 +20,8 @@ from support.tolerance import TRAINING, assert_close
 import unskew
 from unskew.config.loader import experiment, load_yaml
 from unskew.errors import CheckpointError, ConfigError, UnskewError
-from unskew.methods.registry import METHODS, rule_class
-from unskew.option_parsing import option_defaults
+from unskew.methods.registry import METHODS, method, rule_class
+from unskew.option_parsing import check_options_have_effect, option_defaults
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, log_range, one_of, read_space, uniform_range
 from unskew.records.mlflow_store import is_complete_database
 from unskew.reporting.run_description import repeat_commands
@@ -137,6 +137,17 @@ def test_a_rule_declares_its_spaces_in_the_format_of_the_command_line(tmp_path, 
 def test_spaces_of_a_rule_that_are_not_valid_are_sentences(tmp_path, monkeypatch, spaces, words):
     with pytest.raises(ConfigError, match=words):
         spaces_of_own_rule(tmp_path, monkeypatch, spaces)
+
+
+def test_options_without_an_effect_are_neither_tuned_nor_part_of_a_trial():
+    assert list(method_spaces("fedasync:staleness=constant")) == ["fedasync.alpha0"]
+    assert "fedcog.lambda_kd" not in method_spaces("fedcog:coefficients=auto")
+    beta = method_spaces("fedavgm:nesterov=true")["fedavgm.beta"]
+    for value in beta.values:
+        trial, _ = apply_parameters("fedavgm:nesterov=true+fedprox", {"fedavgm.beta": value})
+        check_options_have_effect(method(trial).server)
+        assert ("nesterov" in trial) == (value > 0)
+    assert apply_parameters("fedsol:rho=0,tau=2", {"lr": 0.1})[0] == "fedsol:rho=0,tau=2"  # an error of the run
 
 
 def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written():

@@ -23,7 +23,7 @@ from unskew.protocol.context import Context, ReadOnlyDict
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.messages import Broadcast, ClientState, Slices, Tensors, Update
 from unskew.protocol.payload import EncodedUpload, UploadContext, encode_upload
-from unskew.protocol.rules import START, ClientRule
+from unskew.protocol.rules import SHIFT, START, ClientRule
 from unskew.seeding import derive
 
 REMEMBERED = 128
@@ -214,13 +214,15 @@ def apply_begin_hooks(
     for index, rule in enumerate(rules):
         ctx = ctxs[index]
         carry = rule.begin(ctx if v_received is None else replace(ctx, v_received=v_received))
-        if (start := carry.get(START)) is not None:
-            v = inputs["v_global"]
-            if start.shape != v.shape or start.dtype != v.dtype:
+        v = inputs["v_global"]
+        for entry in {START, SHIFT} & carry.keys():
+            tensor = carry[entry]
+            if tensor.shape != v.shape or tensor.dtype != v.dtype:
                 raise ConfigError(
-                    f'{rule.name}.begin must return an entry "{START}" like the model, {v.dtype} {tuple(v.shape)}, not '
-                    f"{start.dtype} {tuple(start.shape)}."
+                    f'{rule.name}.begin must return an entry "{entry}" like the model, {v.dtype} {tuple(v.shape)}, not '
+                    f"{tensor.dtype} {tuple(tensor.shape)}."
                 )
+        if (start := carry.get(START)) is not None:
             carry = {name: tensor for name, tensor in carry.items() if name != START}
             v_received = v if v_received is None else v_received
             inputs = {**inputs, "v_global": start}
@@ -249,6 +251,8 @@ def apply_end_hooks(
     """
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         rule.end(ctx, carry, v)
+        if SHIFT in carry:
+            delta = delta + carry[SHIFT]
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         sent = rule.transform_update(ctx, carry, delta)
         if not isinstance(sent, Tensor) or sent.shape != delta.shape or sent.dtype != delta.dtype:

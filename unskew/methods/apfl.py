@@ -45,6 +45,7 @@ class APFL(ClientRule):
     has_personal_model: ClassVar[bool] = True
     # The paper compares 0, 0.25, 0.5, 0.75 and 1.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": uniform_range(0.1, 0.9)}
+    idle_options = (({"adaptive": False}, ("decay",)),)
 
     alpha: Annotated[float, Field(ge=0, le=1)] = 0.5
     adaptive: bool = True

@@ -64,6 +64,7 @@ class CCVR(ClientRule):
     survey_at: ClassVar[SurveyTime | None] = "final"
     needs = ("one_class",)
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(0.001, 0.1), "samples": one_of(100, 500, 2000)}
+    idle_options = (({"epochs": 0}, ("samples", "lr", "ridge")),)
 
     samples: Annotated[int, Field(ge=1)] = 200
     epochs: Annotated[int, Field(ge=0)] = 10

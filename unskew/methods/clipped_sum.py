@@ -13,7 +13,6 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import check_delta, default_delta
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
@@ -80,6 +79,10 @@ class ClippedSum(ClientRule, AggregateRule):
     combines_empty: ClassVar[bool] = True
     continued: ClassVar[tuple[str, ...]] = ("spent",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.01, 10.0)}
+    idle_options = (
+        ({"adaptive": False}, ("quantile", "clip_lr", "bit_noise")),
+        ({"noise": 0}, ("epsilon", "bit_noise")),
+    )
 
     noise: NonNegative | None = None
     epsilon: Positive | None = None
@@ -154,10 +157,6 @@ class ClippedSum(ClientRule, AggregateRule):
         run.need_no_reports(self.name)
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dp needs noise or epsilon, such as dp:epsilon=8.")
-        if not self.adaptive:
-            check_no_effect(self, ("quantile", "clip_lr", "bit_noise"), "with adaptive=false")
-        if self.noise == 0:
-            check_no_effect(self, ("epsilon", "bit_noise"), "with noise=0, which gives no privacy")
         if sum(run.spec.buffer_sizes):
             raise ConfigError(
                 "dp does not protect normalization buffers, and this model has some. Use a model with GroupNorm or without "

@@ -10,6 +10,9 @@ from unskew.errors import MethodConflictError
 if TYPE_CHECKING:
     from unskew.protocol.rules import Method
 
+READ_CHANGES = {"model_changes", "sent_model", "sent_statistics"}
+"""Requirements of rules whose server half computes models from updates, or compares updates with models."""
+
 
 def compose(parts: Sequence[Method]) -> Method:
     """Combine methods.
@@ -64,6 +67,15 @@ def compose(parts: Sequence[Method]) -> Method:
         raise MethodConflictError(
             f"{needing} needs updates of the whole model, but with {total.sync.name} {which}. Remove one of them."
         )
+    replacing = next((rule for rule in total.client if not rule.sends_model_changes), None)
+    if replacing is not None:
+        for rule in total.rules:
+            reads_updates = rule in total.client and "individual" in rule.needs
+            if rule is not replacing and (reads_updates or READ_CHANGES & set(rule.needs)):
+                raise MethodConflictError(
+                    f"{rule.name} needs updates that are changes of the model, but with {replacing.name} clients send "
+                    "something else. Remove one of them."
+                )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:

@@ -83,8 +83,12 @@ class Dense(ServerRule):
         "lambda_bn": log_range(0.1, 10.0),
         "lambda_adv": log_range(0.5, 1.0),
     }
-    needs = ("one_class", "individual")
+    needs = ("one_class", "individual", "whole_updates", "model_changes")
     tasks_reason: ClassVar[str] = "each image that it generates has one class"
+    idle_options = (
+        ({"epochs": 1}, ("keep_optimizer",)),
+        ({"momentum": 0}, ("keep_optimizer",)),
+    )
 
     start_round: Annotated[int, Field(ge=0)] = 0
     epochs: Whole = 200

@@ -44,7 +44,6 @@ from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import ClippedSum, round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, noise_for
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.round_plan import RoundPlan
@@ -98,6 +97,7 @@ class DPSGD(ClientRule):
     poisson_batches: ClassVar[bool] = True
     continued: ClassVar[tuple[str, ...]] = ("spent",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.1, 10.0)}
+    idle_options = (({"noise": 0}, ("epsilon",)),)
 
     noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -166,8 +166,6 @@ class DPSGD(ClientRule):
         """
         if self.noise is None and self.epsilon is None:
             raise ConfigError("dpsgd needs noise or epsilon, such as dpsgd:epsilon=8.")
-        if self.noise == 0:
-            check_no_effect(self, ("epsilon",), "with noise=0, which gives no privacy")
         mixing = any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in run.spec.module.modules())
         if mixing or run.spec.buffer_sizes or run.spec.counts:
             raise ConfigError(

@@ -30,7 +30,7 @@ from unskew.autograd import grad_and_value
 from unskew.methods.client_features import features_of
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.payload import scatter_slices
-from unskew.protocol.rules import PERSONAL, START, ClientRule, Context, Tensors
+from unskew.protocol.rules import PERSONAL, SHIFT, START, ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, uniform
 
@@ -59,6 +59,7 @@ class FedALA(ClientRule):
     has_personal_model: ClassVar[bool] = True
     # The paper's default and its neighbors.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(0.1, 10.0)}
+    idle_options = (({"eta": 0}, ("share",)),)
 
     eta: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     share: Annotated[float, Field(gt=0, le=1)] = 0.8
@@ -76,7 +77,7 @@ class FedALA(ClientRule):
         towards = spec.head_of(received) - own
         w = self.learn(ctx, own, towards)
         start = scatter_slices(received.clone(), tuple(spec.parts["head"]), own + towards * w)
-        return {START: start, "shift": start - received, "w": w}
+        return {START: start, SHIFT: start - received, "w": w}
 
     def learn(self, ctx: Context, own: Tensor, towards: Tensor) -> Tensor:
         """Return the weights of the received head, ``[h]``.
@@ -113,7 +114,3 @@ class FedALA(ClientRule):
         ctx.state[PERSONAL] = v
         if "w" in carry:
             ctx.state["w"] = carry["w"]
-
-    def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
-        """Return the difference to the received model."""
-        return delta + carry["shift"] if "shift" in carry else delta

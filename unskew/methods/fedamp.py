@@ -29,7 +29,6 @@ from torch import Tensor
 from unskew.methods.stored_models import StoredModels
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Context, Report, Shape, Tensors, Updates
@@ -61,6 +60,10 @@ class FedAMP(StoredModels):
     exchange: ClassVar[str] = "clients send their own models to the server and receive mixtures of all clients' models"
     # From nearly equal weights to those of the nearest clients; from a weak pull to that of PFLlib.
     spaces: ClassVar[Mapping[str, Space]] = {"sigma": log_range(1.0, 100.0), "lam": log_range(0.01, 1.0)}
+    idle_options = (
+        ({"lam": 0}, ("kernel", "sigma", "alpha", "own")),
+        ({"kernel": "exponential"}, ("own",)),
+    )
 
     kernel: Literal["cosine", "exponential"] = "cosine"
     sigma: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 25.0
@@ -75,19 +78,15 @@ class FedAMP(StoredModels):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If the models are too large, or an option has no effect.
+            ConfigError: If the models are too large.
         """
         clients = len(run.federation.clients)
         notes = list(super().check(run))
-        if self.lam == 0:
-            check_no_effect(self, ("kernel", "sigma", "alpha", "own"), "with lam=0")
-        if self.kernel == "exponential":
-            check_no_effect(self, ("own",), "with kernel=exponential")
-            if self.alpha * (clients - 1) > self.sigma:
-                notes.append(
-                    f"With fedamp:alpha={self.alpha:g} and sigma={self.sigma:g}, a client's own model can have a negative "
-                    f"weight in its mixture. Use alpha / sigma of at most 1 / {clients - 1}."
-                )
+        if self.kernel == "exponential" and self.alpha * (clients - 1) > self.sigma:
+            notes.append(
+                f"With fedamp:alpha={self.alpha:g} and sigma={self.sigma:g}, a client's own model can have a negative "
+                f"weight in its mixture. Use alpha / sigma of at most 1 / {clients - 1}."
+            )
         return tuple(notes)
 
     # ---- at the clients -------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ batches, so with the number of samples.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -31,7 +31,6 @@ from unskew.autograd import grad_and_value
 from unskew.data.federation import take_rows
 from unskew.methods.partial_sharing import PartialSharing
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import (
     PERSONAL,
@@ -45,7 +44,6 @@ from unskew.protocol.rules import (
     Updates,
     Weights,
 )
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.protocol.updates import nonzero_divisors
 from unskew.seeding import fold, uniform
@@ -71,21 +69,17 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
     needs = ("one_class",)
     weights: ClassVar[Weights | None] = "uniform"
     uploads: ClassVar[bool] = True
+    sends_model_changes: ClassVar[bool] = False
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"fisher": (0.0, 1e38)}
     trains_alone: ClassVar[bool] = True
     has_personal_model: ClassVar[bool] = True
     # One decade on each side of the authors' 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"eta": log_range(1e-3, 0.1)}
+    idle_options = (({"epochs": 0}, ("eta",)),)
 
     eta: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
     epochs: Annotated[int, Field(ge=0)] = 1
     fisher: bool = True
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that a trained body is shared, and that every option has an effect."""
-        if self.epochs == 0:
-            check_no_effect(self, ("eta",), "with epochs=0")
-        return super().check(run)
 
     def shared_slices(self, spec: ModelSpec) -> Slices:
         """Return the slices of the body."""

@@ -48,6 +48,10 @@ class FedAsync(ServerRule):
     spaces: ClassVar[Mapping[str, Space]] = {"alpha0": one_of(0.2, 0.4, 0.8), "a": one_of(0.1, 0.5, 0.9)}
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("individual", "sent_model")
+    idle_options = (
+        ({"staleness": "constant"}, ("a", "b")),
+        ({"staleness": "polynomial"}, ("b",)),
+    )
 
     alpha0: Annotated[float, Field(gt=0, le=1)] = 0.4
     staleness: Literal["constant", "polynomial", "hinge"] = "polynomial"

@@ -41,6 +41,7 @@ class FedAvgM(ServerRule):
     paper: ClassVar[str] = "Hsu et al. 2019, arXiv:1909.06335"
     # beta: grid of Hsu et al.; eta: within the grid of Reddi et al. 2020 (arXiv:2003.00295), 1e-3 to 10.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.0, 0.7, 0.9, 0.97, 0.99), "eta": log_range(0.01, 3.0)}
+    idle_options = (({"beta": 0}, ("nesterov",)),)
 
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     eta: Annotated[float, Field(gt=0)] = 1.0

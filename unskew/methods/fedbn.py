@@ -8,7 +8,8 @@ arXiv:2102.07623, Algorithm 1. ``w^l`` are the parameters of layer ``l``::
 
 The personal model of a client consists of the shared layers and its own BatchNorm. The global model has the initial
 BatchNorm parameters; it serves clients that never took part, which the paper does not discuss. The average is uniform, as
-in the paper. LayerNorm and GroupNorm layers are averaged.
+in the paper. LayerNorm and GroupNorm layers are averaged. Statistics of a BatchNorm without trained parameters are exchanged
+together with the layer before it, and a warning says so.
 """
 
 from __future__ import annotations
@@ -41,15 +42,22 @@ class FedBN(SyncRule):
         return f"{other} and fedbn both define a client's personal model. Remove one of them." if other else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Warn if the model has no trainable BatchNorm, so that the whole model is averaged."""
-        return (
-            ()
-            if self.local_slices(run.spec)
-            else [
-                "fedbn keeps no layers at clients, because this model has no trainable BatchNorm: all parameters are "
-                "averaged, uniformly."
+        """Warn if the whole model is averaged, or the statistics of a BatchNorm without trained parameters."""
+        spec = run.spec
+        trained = {name.rpartition(".")[0] for name in spec.names}
+        averaged = sorted({name.rpartition(".")[0] for name in spec.buffer_names} - trained)
+        averaged = [name for name in averaged if _is_batch_norm(spec, name)]
+        if averaged and run.buffers == "average":
+            return [
+                f"fedbn averages the statistics of BatchNorm without trained parameters ({', '.join(averaged)}), which "
+                "are exchanged with the layer before. Set buffers=local to keep them at clients."
             ]
-        )
+        if self.local_slices(spec):
+            return ()
+        return [
+            "fedbn keeps no layers at clients, because this model has no trainable BatchNorm: all parameters are averaged, "
+            "uniformly."
+        ]
 
     def local_slices(self, spec: ModelSpec) -> Slices:
         """Return the BatchNorm parameters."""
@@ -66,9 +74,9 @@ class FedBN(SyncRule):
 @lru_cache(maxsize=16)
 def _slices(spec: ModelSpec, norm: bool) -> Slices:
     """Return the slices of BatchNorm parameters, or of all others."""
-    modules = dict(spec.module.named_modules())
+    return slices_where(spec.names, spec.sizes, lambda name: _is_batch_norm(spec, name.rpartition(".")[0]) == norm)
 
-    def wanted(name: str) -> bool:
-        return isinstance(modules[name.rpartition(".")[0]], nn.modules.batchnorm._BatchNorm) == norm
 
-    return slices_where(spec.names, spec.sizes, wanted)
+def _is_batch_norm(spec: ModelSpec, name: str) -> bool:
+    """Return whether a module of the model is BatchNorm."""
+    return isinstance(spec.module.get_submodule(name), nn.modules.batchnorm._BatchNorm)

@@ -23,7 +23,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.methods.global_momentum import GlobalMomentum
-from unskew.protocol.rules import Context, Method, Tensors, Updates, Weights
+from unskew.protocol.rules import Context, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -39,6 +39,7 @@ class FedCM(GlobalMomentum):
     name: ClassVar[str] = "fedcm"
     summary: ClassVar[str] = "adds the last global update to every local step"
     paper: ClassVar[str] = "Xu et al. 2021, arXiv:2106.10874"
+    needs = ("whole_updates", "model_changes")
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"rates": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
@@ -51,12 +52,6 @@ class FedCM(GlobalMomentum):
     def share(self) -> float:
         """``1 - alpha``."""
         return 1 - self.alpha
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject updates that are already divided by the number of steps."""
-        if any(rule.name == "fednova" for rule in method.client):
-            return "fednova divides updates by their number of steps, and fedcm would do so again; use one of them."
-        return None
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """Upload ``w_k sum_t lr_t``."""

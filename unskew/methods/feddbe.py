@@ -29,7 +29,6 @@ from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters
 from unskew.models.execution import Batch, GradFn, LossFn
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.client_rule import Forward
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import Context, Shape, SurveyTime, Tensors, Updates
@@ -69,6 +68,7 @@ class FedDBE(HeadReplacement, LocalHeadParameters):
     local_parameters: ClassVar[tuple[str, ...]] = ("shift",)
     # Around the authors' 50; mu as in their scripts and code.
     spaces: ClassVar[Mapping[str, Space]] = {"kappa": log_range(1.0, 100.0), "mu": one_of(0.1, 0.5, 1.0)}
+    idle_options = (({"kappa": 0}, ("mu",)),)
 
     kappa: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 50.0
     mu: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -81,9 +81,7 @@ class FedDBE(HeadReplacement, LocalHeadParameters):
         return HeadWithShift(linear)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that every option has an effect; warn if no trained layer precedes the head."""
-        if self.kappa == 0:
-            check_no_effect(self, ("mu",), "with kappa=0")
+        """Validate the shared part; warn if no trained layer precedes the head."""
         return [*super().check(run), *(run.warn_without_body(self.name, "kappa") if self.kappa else ())]
 
     # ---- at the clients -------------------------------------------------------------------------------------------------

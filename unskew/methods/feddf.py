@@ -41,7 +41,7 @@ class FedDF(TrainsAtServer):
     # The grids of Zhu et al. 2025 (arXiv:2503.20138).
     spaces: ClassVar[Mapping[str, Space]] = {"lr": one_of(1e-5, 1e-4, 1e-3), "epochs": one_of(1, 10, 20)}
     tasks_reason: ClassVar[str] = "its teacher is a mean of probabilities, with one prediction per sample"
-    needs = ("counts", "individual", "sent_model")
+    needs = ("counts", "individual", "sent_model", "whole_updates")
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate that the server has data; its labels are not used."""

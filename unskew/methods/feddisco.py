@@ -6,8 +6,8 @@ Equation 7. With ``n_k`` samples and class shares ``q_k`` at client ``k`` of the
     p_k ~ max(0, n_k / n_S - a d_k + b)        d_k = KL(q_k || target) / sum_{j in S} KL(q_j || target)
 
 The other distances are those of the authors' code (``disco.py`` of MediaBrain-SJTU/FedDisco) and are not normalized. If all
-weights would be 0, clients are weighted by samples, as there. Here all ``p_k`` are multiplied by ``n_S``, which means do not
-depend on, so ``a = b = 0`` is exactly FedAvg.
+weights would be 0, clients are weighted by samples, as there. Here the weights of a cohort have the sum ``n_S``, which means
+do not depend on, so ``a = b = 0`` is exactly FedAvg, and a server with samples of its own (``hfcl``) has its share of them.
 
 The server computes the weights from the clients' class counts, which it has before the first round.
 """
@@ -48,6 +48,7 @@ class FedDisco(ClientRule):
     tasks_reason: ClassVar[str] = "its weights compare the shares of classes"
     # Around the defaults.
     spaces: ClassVar[Mapping[str, Space]] = {"a": uniform_range(0.1, 0.9), "b": uniform_range(0.0, 0.3)}
+    idle_options = (({"a": 0}, ("distance", "target")),)
 
     a: Annotated[float, Field(ge=0)] = 0.5
     b: Annotated[float, Field(ge=0)] = 0.1
@@ -55,7 +56,7 @@ class FedDisco(ClientRule):
     target: Literal["uniform", "all"] = "uniform"
 
     def weights(self, federation_info: FederationInfo, cohort: Sequence[int]) -> np.ndarray:
-        """Return the weights ``n_S p_k`` of a cohort before normalization, ``[len(cohort)]``.
+        """Return the weights ``n_S p_k`` of a cohort, ``[len(cohort)]``, with ``p_k`` of sum 1.
 
         Args:
             federation_info: Server's information about the federation.
@@ -67,7 +68,7 @@ class FedDisco(ClientRule):
         sizes = np.array([federation_info.size(client) for client in cohort], dtype=float)
         d = self.discrepancies(own / np.maximum(own.sum(1, keepdims=True), 1), target / target.sum())
         weights = np.maximum(0.0, sizes + sizes.sum() * (self.b - self.a * d))
-        return weights if weights.any() else sizes
+        return weights * (sizes.sum() / weights.sum()) if weights.any() else sizes
 
     def discrepancies(self, shares: np.ndarray, target: np.ndarray) -> np.ndarray:
         """Return the discrepancy ``d_k`` of each client, ``[n]``.

@@ -41,6 +41,7 @@ class FedExP(ClientRule, ServerRule):
     name: ClassVar[str] = "fedexp"
     summary: ClassVar[str] = "server step extrapolates where updates disagree"
     paper: ClassVar[str] = "Jhunjhunwala et al. 2023, arXiv:2301.09604"
+    needs = ("model_changes",)
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"square": (0.0, 1e38)}
     # Around the paper's 1e-3.

@@ -25,7 +25,6 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.methods.own_models import ClassMeans, list_means, train_on_means
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.payload import slices_length
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
@@ -52,6 +51,7 @@ class FedGH(ClassMeans):
     needs = ("one_class", "individual")
     # One decade on each side of the authors' 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(1e-3, 0.1)}
+    idle_options = (({"epochs": 0}, ("lr", "batch")),)
 
     epochs: Annotated[int, Field(ge=0)] = 100
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
@@ -64,10 +64,8 @@ class FedGH(ClassMeans):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If an option has no effect, the head is frozen, or the heads of several architectures differ.
+            ConfigError: If the head is frozen, or the heads of several architectures differ.
         """
-        if self.epochs == 0:
-            check_no_effect(self, ("lr", "batch"), "with epochs=0")
         for spec in run.spec.architectures:
             if not spec.head_trains:
                 raise ConfigError(f"fedgh trains the head of the model, but {spec.head_name!r} is frozen. Unfreeze it.")

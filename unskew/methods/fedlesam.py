@@ -29,9 +29,6 @@ from unskew.models.execution import GradFn
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors
 from unskew.protocol.search_space import Space, log_range
 
-CHANGING = ("ifca", "flora", "heterofl", "fedrolex")
-"""Methods with which a client receives another model, or another part of it, in every round."""
-
 
 @dataclass(frozen=True)
 class FedLESAM(ClientRule):
@@ -56,7 +53,7 @@ class FedLESAM(ClientRule):
                 f"fedlesam perturbs along the change of the model that a client receives, but with {method.sync.name} it "
                 "receives none. Remove one of them."
             )
-        other = next((rule.name for rule in method.rules if rule.name in CHANGING), None)
+        other = next((rule.name for rule in method.rules if rule.successive_models_differ), None)
         if other is None:
             return None
         return (

@@ -26,7 +26,7 @@ from pydantic.dataclasses import dataclass
 from torch import Tensor
 
 from unskew.errors import ConfigError
-from unskew.protocol.rules import ClientRule, Context, Method, ServerRule, Tensors, Updates
+from unskew.protocol.rules import ClientRule, Context, ServerRule, Tensors, Updates
 from unskew.protocol.run_context import PreRunContext
 
 
@@ -39,12 +39,8 @@ class FedNova(ClientRule, ServerRule):
     paper: ClassVar[str] = "Wang et al. 2020, arXiv:2007.07481"
     needs = ("whole_updates",)
     uploads: ClassVar[bool] = True
+    sends_model_changes: ClassVar[bool] = False
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"length": (0.0, 1e38)}
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that compute the clients' models from updates."""
-        reader = next((rule.name for rule in method.client if "individual" in rule.needs), None)
-        return f"{reader} computes clients' models from their updates, which fednova normalizes." if reader else None
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer; the weights of the gradients are known only for SGD.

@@ -41,6 +41,7 @@ class FedNTD(ClientRule):
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}
     needs = ("one_class",)
+    idle_options = (({"beta": 0}, ("tau",)),)
 
     beta: Annotated[float, Field(ge=0)] = 1.0
     tau: Annotated[float, Field(gt=0)] = 1.0

@@ -61,6 +61,7 @@ class FedReg(ClientRule):
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("one_class",)
     tasks_reason: ClassVar[str] = "it labels pseudo data with a softmax, which assumes one class per sample"
+    idle_options = (({"iterations": 0}, ("eta_s", "clamp")),)
 
     gamma: Annotated[float, Field(ge=0, le=1)] = 0.5
     eta_s: Annotated[float, Field(gt=0)] = 0.1

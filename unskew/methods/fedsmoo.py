@@ -56,7 +56,7 @@ class FedSMOO(ClientRule, ServerRule):
     name: ClassVar[str] = "fedsmoo"
     summary: ClassVar[str] = "flat minima that clients agree on: regularized model and perturbation"
     paper: ClassVar[str] = "Sun et al. 2023, arXiv:2305.11584"
-    needs = ("whole_updates",)
+    needs = ("whole_updates", "model_changes")
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     # One decade around the authors' 0.1 for both.

@@ -19,7 +19,7 @@ Lee-Gihun/FedSOL), which perturbs head and body.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import accumulate
 from typing import Annotated, ClassVar, Literal
@@ -31,9 +31,7 @@ from torch import Tensor
 
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.rules import ClientRule, Context, Tensors
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -54,16 +52,11 @@ class FedSOL(ClientRule):
     needs = ("one_class",)
     # Around the authors' 1.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.1, 3.0)}
+    idle_options = (({"rho": 0}, ("tau", "form")),)
 
     rho: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     tau: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 3.0
     form: Literal["adaptive", "fixed"] = "adaptive"
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that every option has an effect."""
-        if self.rho == 0:
-            check_no_effect(self, ("tau", "form"), "with rho=0")
-        return ()
 
     def begin(self, ctx: Context) -> Tensors:
         """Number the columns of the parameters, on the device."""

@@ -14,7 +14,7 @@ receive ``T_c`` of classes of which no client has sent a mean yet, and predict w
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Annotated, ClassVar
 
 import torch
@@ -25,9 +25,7 @@ from torch import Tensor
 
 from unskew.methods.fedproto import FedProto
 from unskew.methods.own_models import list_means, train_on_means
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.rules import Tensors, Updates
-from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.seeding import fold, normal, uniform
 
@@ -53,18 +51,13 @@ class FedTGP(FedProto):
     needs = ("one_class", "individual")
     # One decade on each side of the authors' 10.
     spaces: ClassVar[Mapping[str, Space]] = {"ld": log_range(1.0, 100.0)}
+    idle_options = (({"epochs": 0}, ("threshold", "lr", "batch")),)
 
     ld: Annotated[float, Field(ge=0)] = 10.0
     epochs: Annotated[int, Field(ge=0)] = 100
     threshold: Annotated[float, Field(ge=0)] = 100.0
     lr: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.01
     batch: Annotated[int, Field(ge=1)] = 10
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that every option has an effect; warn as with ``fedproto``."""
-        if self.epochs == 0:
-            check_no_effect(self, ("threshold", "lr", "batch"), "with epochs=0")
-        return super().check(run)
 
     def download(self, state: Tensors, client: int) -> Tensors:
         """Send the prototypes, and the classes of which some client has sent a mean."""

@@ -35,7 +35,6 @@ from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec, slices_mask
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import START, Context, Shape, Tensors, Updates
@@ -86,6 +85,7 @@ class Floco(HeadReplacement, LocalHeadParameters):
     local_parameters: ClassVar[tuple[str, ...]] = ("alpha",)
     # Around the authors' 0.1 and 0.3.
     spaces: ClassVar[Mapping[str, Space]] = {"rho": log_range(0.05, 0.5)}
+    idle_options = (({"endpoints": 1}, ("tau", "rho")),)
 
     endpoints: Annotated[int, Field(ge=1, le=10_000)] = 10
     tau: Annotated[int, Field(ge=1)] | None = None
@@ -98,9 +98,7 @@ class Floco(HeadReplacement, LocalHeadParameters):
         return SimplexHead(linear, self.endpoints)
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that every option has an effect, that there are enough clients, and that the server can store updates."""
-        if self.endpoints == 1:
-            check_no_effect(self, ("tau", "rho"), "with endpoints=1")
+        """Validate that there are enough clients, and that the server can store updates."""
         size = sum(part.stop - part.start for part in head_parameters(run.spec, ("endpoints",), True))
         clients = len(run.federation.clients)
         if clients < self.endpoints:

@@ -62,6 +62,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
     name: ClassVar[str] = "heterofl"
     summary: ClassVar[str] = "clients train narrower parts of the model, always the first units"
     paper: ClassVar[str] = "Diao et al. 2021, arXiv:2010.01264"
+    successive_models_differ: ClassVar[bool] = True
     needs = ("vector",)
     acts_last: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"

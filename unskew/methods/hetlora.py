@@ -31,7 +31,6 @@ from unskew.methods.lora_factors import lora_layers
 from unskew.methods.lora_ranks import RankedFactors, components, first_components, model_rank
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import ModelSpec
-from unskew.option_parsing import check_no_effect
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import START, Combined, Context, Shape, Slices, Tensors, Updates
@@ -62,6 +61,7 @@ class HetLoRA(RankedFactors):
     conflict: ClassVar[str] = "hetlora's clients have factors of different rank"
     # From constant ranks to those that halve; from a penalty without influence to one that dominates.
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": one_of(0.5, 0.85, 0.99), "lam": log_range(1e-4, 1e-1)}
+    idle_options = (({"gamma": 1}, ("lam",)),)
 
     ranks: str = ""
     weighting: Literal["norm", "clients"] = "norm"
@@ -75,8 +75,6 @@ class HetLoRA(RankedFactors):
 
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the ranks, and that the penalty has an effect."""
-        if self.gamma == 1:
-            check_no_effect(self, ("lam",), "with gamma=1")
         return super().check(run)
 
     def reduced(self, rank: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 
+from unskew.protocol.rule import IdleOptions
 from unskew.protocol.rules import Tensors, Updates
 from unskew.protocol.server_budget import TrainsAtServer
 
@@ -34,6 +35,10 @@ class HFCL(TrainsAtServer):
     name: ClassVar[str] = "hfcl"
     summary: ClassVar[str] = "the server trains as one more client"
     paper: ClassVar[str] = "Elbir et al. 2020, arXiv:2011.06892"
+    idle_options: ClassVar[IdleOptions] = (
+        *TrainsAtServer.idle_options,
+        ({"n_s": 0}, ("epochs", "steps", "lr", "batch", "optimizer")),
+    )
 
     n_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
 

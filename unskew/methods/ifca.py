@@ -68,6 +68,7 @@ class IFCA(ClientRule, ServerRule):
     name: ClassVar[str] = "ifca"
     summary: ClassVar[str] = "one model per group of clients, which choose by their loss"
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
+    successive_models_differ: ClassVar[bool] = True
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     final_steps: ClassVar[int | None] = 0
@@ -75,6 +76,7 @@ class IFCA(ClientRule, ServerRule):
     survey_at: ClassVar[SurveyTime | None] = "received"
     # Around the numbers of groups in the paper's experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"groups": one_of(2, 3, 4)}
+    idle_options = (({"groups": 1}, ("spread",)),)
 
     groups: Annotated[int, Field(ge=1)] = 2
     spread: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 0.5
@@ -83,7 +85,7 @@ class IFCA(ClientRule, ServerRule):
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
         """Whole updates; single ones, unless updates of all models are sent."""
-        return ("final_training", "whole_updates", *(() if self.blocks else ("individual",)))
+        return ("final_training", "whole_updates", "model_changes", *(() if self.blocks else ("individual",)))
 
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]

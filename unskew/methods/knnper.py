@@ -84,6 +84,7 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
     local_parameters: ClassVar[tuple[str, ...]] = ("keys", "labels")
     # The paper's grid of weights, and the numbers of neighbors of its experiments.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": uniform_range(0.0, 0.9)}
+    idle_options = (({"lam": 0}, ("k", "scale")),)
 
     k: Annotated[int, Field(ge=1)] = 10
     lam: Annotated[float, Field(ge=0, lt=1)] = 0.5

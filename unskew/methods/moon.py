@@ -55,6 +55,7 @@ class Moon(ClientRule):
     # The paper's grid of mu is 0.1, 1, 5, 10; FedCOG's comparison uses 0.01. The temperatures are the paper's grid.
     spaces: ClassVar[Mapping[str, Space]] = {"mu": log_range(0.01, 10.0), "temperature": one_of(0.1, 0.5, 1.0)}
     needs = ("vector",)
+    idle_options = (({"mu": 0}, ("temperature", "first")),)
 
     mu: Annotated[float, Field(ge=0)] = 1.0
     temperature: Annotated[float, Field(gt=0)] = 0.5

@@ -50,8 +50,9 @@ class PartialSharing(SyncRule):
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject rules with a server part, which would need the local slices, and other rules with personal models."""
+        own: object = self  # may also be a client rule
         for rule in method.client:
-            if rule.name == self.name:
+            if rule is own:
                 continue
             if type(rule).server_update is not ClientRule.server_update or isinstance(rule, ServerRule):
                 return f"{rule.name} uses the whole model at the server, but {self.name} shares only a part of it."

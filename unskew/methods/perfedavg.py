@@ -49,6 +49,7 @@ class PerFedAvg(ClientRule):
     weights: ClassVar[Weights | None] = "uniform"
     # Around the default, up to rates as large as those of FedAvg.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(1e-4, 0.1)}
+    idle_options = (({"version": "fo"}, ("delta",)),)
 
     version: Literal["fo", "hf"] = "fo"
     beta: Annotated[float, Field(gt=0)] = 0.001

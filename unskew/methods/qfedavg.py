@@ -47,6 +47,7 @@ class QFedAvg(ClientRule, ServerRule):
     needs = ("whole_updates",)
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
+    sends_model_changes: ClassVar[bool] = False
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"h": (0.0, 1e38)}
     weights: ClassVar[Weights | None] = "uniform"
     survey_at: ClassVar[SurveyTime | None] = "received"

@@ -78,6 +78,7 @@ class Scaffold(ClientRule):
     # The paper's theory requires at least 1; its experiments use 1.
     spaces: ClassVar[Mapping[str, Space]] = {"eta_g": log_range(1.0, 3.0)}
     weights: ClassVar[Weights | None] = "uniform"
+    idle_options = (({"option": "I"}, ("variate",)),)
 
     option: Literal["I", "II"] = "II"
     variate: Literal["auto", "difference", "mean"] = "auto"

@@ -19,7 +19,7 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
 
-from unskew.protocol.rules import ClientRule, Context, Method, Tensors
+from unskew.protocol.rules import ClientRule, Context, Tensors
 from unskew.protocol.search_space import Space, one_of
 
 
@@ -35,20 +35,11 @@ class Smooth(ClientRule):
     name: ClassVar[str] = "smooth"
     summary: ClassVar[str] = "clients send the momentum of their updates, against hidden attacks"
     paper: ClassVar[str] = "Karimireddy et al. 2021, arXiv:2012.10333"
+    sends_model_changes: ClassVar[bool] = False
     spaces: ClassVar[Mapping[str, Space]] = {"beta": one_of(0.5, 0.9, 0.99)}
 
     beta: Annotated[float, Field(ge=0, lt=1)] = 0.9
     form: Literal["mean", "heavy"] = "mean"
-
-    def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that compute the clients' models from updates.
-
-        Args:
-            method: The composition.
-        """
-        reader = next((rule.name for rule in method.rules if {"sent_model", "sent_statistics"} & set(rule.needs)), None)
-        reader = reader or next((rule.name for rule in method.client if "individual" in rule.needs), None)
-        return f"{reader} computes clients' models from their updates, which smooth replaces." if reader else None
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """Update the momentum and send it."""

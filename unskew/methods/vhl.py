@@ -74,6 +74,7 @@ class VHL(DataRule, ClientRule):
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
     needs = ("one_class",)
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with virtual samples of its class"
+    idle_options = (({"lam": 0}, ("align_epochs", "temperature")),)
 
     source: Literal["gaussian", "style"] = "gaussian"
     per_class: Whole = 200

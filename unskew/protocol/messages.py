@@ -20,6 +20,9 @@ PERSONAL_BUFFERS = "personal_buffers"
 """Reserved entry of the same state: the buffers of the personal model, ``[m]``; those of the global one if missing."""
 START = "initial_model"
 """Entry of the carry that ``begin`` returns: the model ``[d]`` that training starts from instead of the received one."""
+SHIFT = "update_shift"
+"""Entry of the same carry: a vector ``[d]`` that is added to the update before all ``transform_update`` hooks, such as
+``START`` minus the received model."""
 
 EVALUATED = "evaluated"
 """Reserved entry of the state of the server rule: the model to evaluate and to save, ``[d]``, instead of ``"v"``."""

@@ -12,6 +12,8 @@ NEEDS = {
     "averaged and the whole model is exchanged; aggregate.buffer_change is then their mean change",
     "last_update": "each update comes with the client's previous update, as update.last",
     "whole_updates": "clients send updates of the whole model, so the rule conflicts with all rules of the slot sync",
+    "model_changes": "updates are the clients' models minus the received ones, so the rule conflicts with client rules that "
+    "send something else (sends_model_changes = False)",
     "same_round": "updates that were sent out in an earlier round are discarded",
     "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data",
     "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",

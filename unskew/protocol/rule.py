@@ -21,6 +21,9 @@ from unskew.protocol.updates import Updates
 Shape = tuple[int | range, ...]
 """Shape of a tensor; a range lists the sizes that a dimension may have."""
 
+IdleOptions = Sequence[tuple[Mapping[str, object], Sequence[str]]]
+"""Values of options, and the names of other options that have no effect with them."""
+
 
 @dataclass(frozen=True)
 class MetricSpec:
@@ -63,6 +66,10 @@ class Rule:
     """True if clients may have models of different architectures: the rule exchanges nothing that is as long as a model, and
     its server half does not read the model."""
 
+    successive_models_differ: ClassVar[bool] = False
+    """True if clients receive another model, or another part of it, in every round, so that rules cannot compare the models
+    that a client receives one after the other."""
+
     trains_global_model: ClassVar[bool] = True
     """False if only clients' own models are trained, so that the global model stays the initial one and is not judged."""
 
@@ -71,6 +78,10 @@ class Rule:
 
     Each is written as for ``--space``: ``"0.001:1:log"``, ``"0:0.9"``, ``"16|32|64"`` or a list of values. Or it is made by
     ``log_range``, ``uniform_range`` or ``one_of`` of ``unskew.protocol.search_space``."""
+
+    idle_options: ClassVar[IdleOptions] = ()
+    """Options that have no effect with certain values of others: ``(({"beta": 0}, ("tau",)),)``. A run then raises an error
+    if they differ from their defaults, and ``unskew tune`` does not tune them."""
 
     needs: Collection[str] = ()
     """Requirements of the rule, see ``unskew.protocol.requirements``."""

@@ -14,7 +14,7 @@ from unskew.protocol.client_rule import ClientRule, Forward, SurveyTime, changes
 from unskew.protocol.context import Context
 from unskew.protocol.data_rule import DataRule
 from unskew.protocol.federation_info import Weights
-from unskew.protocol.messages import EVALUATED, PERSONAL, PERSONAL_BUFFERS, START, Slices, Tensors
+from unskew.protocol.messages import EVALUATED, PERSONAL, PERSONAL_BUFFERS, SHIFT, START, Slices, Tensors
 from unskew.protocol.method import Method
 from unskew.protocol.payload import Stage, UploadContext
 from unskew.protocol.report import Report
@@ -27,6 +27,7 @@ __all__ = [
     "EVALUATED",
     "PERSONAL",
     "PERSONAL_BUFFERS",
+    "SHIFT",
     "START",
     "AggregateRule",
     "ClientRule",

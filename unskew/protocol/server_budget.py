@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from pydantic import Field
@@ -14,6 +14,7 @@ from torch import Tensor
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.rule import IdleOptions
 from unskew.protocol.rules import ServerRule, Tensors
 from unskew.protocol.run_context import PreRunContext
 
@@ -29,6 +30,11 @@ class TrainsAtServer(ServerRule):
         batch: Samples per step.
         optimizer: ``sgd``, ``adam`` or ``adamw``.
     """
+
+    idle_options: ClassVar[IdleOptions] = (
+        ({"epochs": 0}, ("lr", "batch", "optimizer")),
+        ({"steps": 0}, ("lr", "batch", "optimizer")),
+    )
 
     epochs: Annotated[int, Field(ge=0)] | None = None
     steps: Annotated[int, Field(ge=0)] | None = None

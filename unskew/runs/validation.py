@@ -19,7 +19,7 @@ from unskew.methods.fedavg import server_rule
 from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.names import split_models
 from unskew.models.registry import MODELS
-from unskew.option_parsing import option_defaults
+from unskew.option_parsing import check_options_have_effect, option_defaults
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS, why_tasks
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
@@ -100,6 +100,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             raise ConfigError(
                 f"{rule.name} needs all updates of a round in the same round and cannot be combined with network.delay."
             )
+        check_options_have_effect(rule)
         notes = rule.check(run) or ()
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)

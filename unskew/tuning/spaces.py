@@ -11,7 +11,7 @@ from unskew.config.loader import experiment
 from unskew.errors import ConfigError, short_repr, unknown_name
 from unskew.expressions import Expression, parse_expression
 from unskew.methods.registry import COMPOSITIONS, check_expression, rule_class, written_parts
-from unskew.option_parsing import build_from_options, option_defaults
+from unskew.option_parsing import build_from_options, option_defaults, options_without_effect
 from unskew.protocol.search_space import CategoricalSpace, RangeSpace, Space, log_range, one_of, read_space
 
 SHARED = (
@@ -89,18 +89,24 @@ def common_spaces(config: Experiment) -> dict[str, Space]:
 def method_spaces(spelling: str) -> dict[str, Space]:
     """Return the search spaces of a composition's methods, with names such as ``fedprox.mu``.
 
-    Options that are set in the expression are omitted. The authors' options of a published composition, such as
-    ``fedspeed``, are tuned, like the default options of a method.
+    Options that are set in the expression or that have no effect with it are omitted. The authors' options of a published
+    composition, such as ``fedspeed``, are tuned, like the default options of a method.
     """
     spaces: dict[str, Space] = {}
     for part in written_parts(spelling):
         is_published = part.lower() in COMPOSITIONS
         for name, options in split_expression(part):
             written = {} if is_published else options
+            idle = _idle_options(name, options)
             for option, space in rule_spaces(name).items():
-                if option not in written and SERVER_BUDGETS.get(option) not in written:
+                if option not in written and SERVER_BUDGETS.get(option) not in written and option not in idle:
                     spaces[f"{name}.{option}"] = space
     return spaces
+
+
+def _idle_options(name: str, options: Mapping[str, object]) -> set[str]:
+    """Return the options of a rule that have no effect with the given ones."""
+    return set(options_without_effect(build_from_options(rule_class(name), options, name, f"{name}:")))
 
 
 def rule_spaces(name: str) -> dict[str, Space]:
@@ -207,6 +213,8 @@ def rounded(value: Any, space: Space) -> Any:
 def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return a method expression with options, and the other fields of the run.
 
+    Options of the expression that have no effect with these values are omitted, because a run would reject them.
+
     Args:
         spelling: Method expression.
         params: Values by name of the search space.
@@ -215,6 +223,7 @@ def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dic
     ('fedprox:mu=0.5+scaffold', {'lr': 0.1})
     """
     parts, fields = split_expression(spelling), {}
+    idle = [_idle_options(name, options) for name, options in parts]
     for key, value in params.items():
         owner, dot, option = key.rpartition(".")
         if not dot:
@@ -222,6 +231,10 @@ def apply_parameters(spelling: str, params: Mapping[str, Any]) -> tuple[str, dic
         for name, options in parts:
             if dot and name == owner:
                 options[option] = str(value)
+    join_expression(parts)  # validates the values
+    for (name, options), before in zip(parts, idle, strict=True):
+        for option in _idle_options(name, options) - before:
+            options.pop(option, None)
     return join_expression(parts), fields
 
 

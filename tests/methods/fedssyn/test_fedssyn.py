@@ -212,12 +212,12 @@ def test_ablations_change_data_and_traffic_as_stated():
     central, cost = ready.federation, dict(ready.traffic)
     assert multiset(central.clients[0].x, central.clients[0].y) == multiset(made.x, made.y)
     assert cost[1] == (6 * size, 0)
-    result = train(f"fedssyn:{MINE},n_syn=6,data=central_real")
+    result = train("fedssyn:data=central_real")
     assert result.summary["client_accuracy_mean"] is not None
     assert result.summary["clients"] == 1
     with pytest.raises(MethodConflictError, match="so scaffold has no effect"):
         unskew.method(f"fedssyn:{MINE},data=central_real+scaffold")
-    real = train(f"fedssyn:{MINE},data=real")
+    real = train("fedssyn:data=real")
     assert torch.equal(real.vector, train("fedavg", client_weighting="uniform").vector)
 
 

@@ -62,7 +62,7 @@ class AutoPeriods(ClientRule, SyncRule):
     paper: ClassVar[str] = "after Gholami and Seferoglu 2024, arXiv:2404.11754"
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"drift": (0.0, 1e38)}
-    needs = ("optimizer", "mean_model")
+    needs = ("optimizer", "mean_model", "model_changes")
 
     first: HasPeriods
     budget: float

@@ -98,6 +98,13 @@ class FedCOG(ClientRule):
     spaces: ClassVar[Mapping[str, Space]] = {"lambda_dis": log_range(0.01, 10.0), "lambda_kd": log_range(1e-3, 1.0)}
     needs = ("counts",)
     tasks_reason: ClassVar[str] = "it learns inputs for given labels"
+    idle_options = (
+        ({"coefficients": "auto"}, ("lambda_kd",)),
+        ({"supervision": "hard"}, ("t",)),
+        ({"lambda_dis": 0}, ("t_js", "js", "max_prev_age")),
+        ({"source": "global"}, ("lambda_dis", "t_js", "js", "max_prev_age")),
+        ({"source": "noise"}, ("g_lr",)),
+    )
 
     n: Annotated[int, Field(ge=1)] = 256
     g_steps: Annotated[int, Field(ge=0)] = 100

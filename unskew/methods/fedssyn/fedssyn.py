@@ -65,6 +65,8 @@ from unskew.seeding import generator
 
 PRIVATE_ONLY = ("delta", "clip", "accountant", "reproducible")
 """Options that matter only with private generators."""
+OF_IMAGES = ("rho", "n_syn", "generator", "epochs", "refuse", "keep", "match_steps")
+"""Options that matter only if images are generated."""
 Kind = Literal["shuffled", "local", "real", "central_real", "central_synthetic"]
 
 
@@ -110,6 +112,7 @@ class Fedssyn(DataRule):
     weights: ClassVar[Weights | None] = "uniform"
     needs = ("one_class",)
     tasks_reason: ClassVar[str] = "each image that it generates has one class"
+    idle_options = (({"data": "real"}, OF_IMAGES), ({"data": "central_real"}, OF_IMAGES))
 
     rho: Annotated[float, Field(gt=0, le=1)] = 0.75
     n_syn: Annotated[int, Field(ge=1)] | None = None
