@@ -130,6 +130,14 @@ def test_rules_that_need_the_whole_model_are_rejected(name, other):
             method(expression)
 
 
+@pytest.mark.parametrize("name", PARTS)
+def test_fedasync_mixes_the_shared_part_only(name):
+    """With weight 1 and one client per round, the last model replaces the global one, as in an average of one."""
+    options = {"participation": 0.25, "model": two_layers(), "client_weighting": "uniform"}
+    mixed, averaged = (run(e, **options)[0].vector for e in (f"fedasync:alpha0=1,staleness=constant+{name}", name))
+    assert float((mixed - averaged).abs().max()) < EXACT
+
+
 def test_fedbabu_fine_tunes_once():
     for expression in ("fedbabu+ft", "ft+fedbabu"):
         with pytest.raises(MethodConflictError, match="both define a client's personal model"):
