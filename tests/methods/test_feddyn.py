@@ -122,10 +122,12 @@ def test_fedpvr_pays_for_the_classifier_only():
     assert not torch.allclose(pvr.vector, train("fedavg", client_weighting="uniform").vector)
 
 
-def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
+@pytest.mark.parametrize("others", ["", "+fedsam:rho=0.5", "+fedlesam", "+fedsmoo"])
+def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone(others):
+    """Also if rules that are written later compute further gradients in a step."""
     A, b = problem()
     lam = 0.4
-    run, plain = Quadratics(A, b, f"ditto:lam={lam}"), Quadratics(A, b, "fedavg")
+    run, plain = Quadratics(A, b, f"ditto:lam={lam}{others}"), Quadratics(A, b, others.removeprefix("+") or "fedavg")
     xs = [np.zeros(3), *plain.rounds(3)]
     assert_close(run.rounds(3), xs[1:], TRAINING)
     for k in range(4):

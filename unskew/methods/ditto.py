@@ -49,9 +49,10 @@ class Ditto(ClientRule):
         """Take a step on the personal model with each step on the global one."""
 
         def both(v: Tensor, batch: Batch) -> Tensor:
-            personal = carry["v"]
-            g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
-            carry["v"] = personal - batch.lr * g
+            if batch.track:  # ignore additional gradients of a step
+                personal = carry["v"]
+                g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
+                carry["v"] = personal - batch.lr * g
             return grad_fn(v, batch)
 
         return both
