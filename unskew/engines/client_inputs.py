@@ -210,9 +210,9 @@ def apply_begin_hooks(
         ConfigError: If a rule returns an initial model of another shape or data type.
     """
     ctxs, v_received = contexts(inputs), None
-    carries: list[Tensors] = []
-    for index, rule in enumerate(rules):
-        ctx = ctxs[index]
+    carries: list[Tensors] = [{} for _ in rules]
+    for index in sorted(range(len(rules)), key=lambda index: not rules[index].changes_start):
+        rule, ctx = rules[index], ctxs[index]
         carry = rule.begin(ctx if v_received is None else replace(ctx, v_received=v_received))
         if (start := carry.get(START)) is not None:
             v = inputs["v_global"]
@@ -225,7 +225,7 @@ def apply_begin_hooks(
             v_received = v if v_received is None else v_received
             inputs = {**inputs, "v_global": start}
             ctxs = contexts(inputs)
-        carries.append(carry)
+        carries[index] = carry
     return carries, inputs, ctxs
 
 

@@ -8,7 +8,21 @@ from typing import TYPE_CHECKING
 from unskew.errors import MethodConflictError
 
 if TYPE_CHECKING:
-    from unskew.protocol.rules import Method
+    from unskew.protocol.rules import ClientRule, Method
+
+
+def ordered(rules: Sequence[ClientRule]) -> tuple[ClientRule, ...]:
+    """Return client rules in the order in which they act: as written, unless a rule declares another position.
+
+    Args:
+        rules: Client rules as written.
+    """
+    last = [rule for rule in rules if rule.acts_last]
+    result: list[ClientRule] = []
+    for rule in sorted((rule for rule in rules if not rule.acts_last), key=lambda rule: not rule.poisson_batches):
+        index = next((i for i, later in enumerate(result) if rule.acts_before(later)), len(result))
+        result.insert(index, rule)
+    return (*result, *last)
 
 
 def compose(parts: Sequence[Method]) -> Method:
@@ -36,7 +50,7 @@ def compose(parts: Sequence[Method]) -> Method:
         total = Method(
             name=f"{total.name}+{other.name}",
             data=total.data + other.data,
-            client=tuple(sorted(total.client + other.client, key=lambda rule: rule.acts_last - rule.poisson_batches)),
+            client=ordered(total.client + other.client),
             **filled,  # type: ignore[arg-type]
         )
     slots = ([rule.name for rule in slot] for slot in (total.data, total.client))

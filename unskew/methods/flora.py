@@ -52,6 +52,7 @@ class FLoRA(RankedFactors):
     name: ClassVar[str] = "flora"
     summary: ClassVar[str] = "averages LoRA updates exactly, also of different ranks"
     paper: ClassVar[str] = "Wang et al. 2024, arXiv:2409.05976"
+    changes_start: ClassVar[bool] = True
     conflict: ClassVar[str] = "flora's clients train new LoRA factors in each round"
 
     ranks: str = ""

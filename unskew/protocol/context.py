@@ -67,7 +67,7 @@ class Context:
         final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
-        v_received: In ``begin``, the received model ``[d]`` if an earlier rule starts training from another one; otherwise
+        v_received: In ``begin``, the received model ``[d]`` if another rule starts training from another one; otherwise
             None.
         secret: Secret key of this client and round, int64 ``[2]``, from which noise that protects the client is drawn with
             ``unskew.secret_draws`` instead of ``key``; None if the run is not private, or must repeat bit for bit.
