@@ -68,6 +68,7 @@ class IFCA(ClientRule, ServerRule):
     name: ClassVar[str] = "ifca"
     summary: ClassVar[str] = "one model per group of clients, which choose by their loss"
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
+    changes_start: ClassVar[bool] = True
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     final_steps: ClassVar[int | None] = 0
@@ -89,6 +90,11 @@ class IFCA(ClientRule, ServerRule):
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
         """Ranges of the chosen group and of the weights of the groups."""
         return {"group": (0.0, self.groups - 1.0), "weights": (0.0, 1e38), "chosen": (0.0, 1.0)}
+
+    @property
+    def acts_last(self) -> bool:  # type: ignore[override]
+        """True if ``transform_update`` uploads the update, which other rules change before."""
+        return self.blocks
 
     @property
     def sends_model(self) -> bool:  # type: ignore[override]
