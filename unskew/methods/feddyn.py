@@ -52,6 +52,7 @@ class FedDyn(ClientRule, ServerRule):
     name: ClassVar[str] = "feddyn"
     summary: ClassVar[str] = "dynamic regularization aligns local optima"
     paper: ClassVar[str] = "Acar et al. 2021, arXiv:2111.04263"
+    shifts_gradient: ClassVar[bool] = True
     # The paper's grid is 0.001, 0.01, 0.1.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": log_range(1e-3, 0.1)}
     weights: ClassVar[Weights | None] = "uniform"

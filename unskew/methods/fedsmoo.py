@@ -56,6 +56,7 @@ class FedSMOO(ClientRule, ServerRule):
     name: ClassVar[str] = "fedsmoo"
     summary: ClassVar[str] = "flat minima that clients agree on: regularized model and perturbation"
     paper: ClassVar[str] = "Sun et al. 2023, arXiv:2305.11584"
+    shifts_gradient: ClassVar[bool] = True
     needs = ("whole_updates",)
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
