@@ -138,11 +138,10 @@ def test_a_loss_with_a_scaled_cross_entropy_is_the_formula_in_any_order():
     counts = torch.bincount(fed.clients[0].y, minlength=CLASSES).double()
     cog = "fedcog:start_round=0,n=4,g_steps=0,coefficients=auto,supervision=hard,cycle=by_step"
     w_kd = float((counts.max() - counts).sum() / (counts.max() - counts + counts).sum())
-    ends = [
-        run(m, fed=fed, rounds=1, local_steps=1, local_epochs=None)[0].vector for m in (f"{cog}+fedlc:tau=0.7", f"fedlc:tau=0.7+{cog}")
-    ]
+    budget = {"fed": fed, "rounds": 1, "local_steps": 1, "local_epochs": None}
+    ends = [run(m, **budget)[0].vector for m in (f"{cog}+fedlc:tau=0.7", f"fedlc:tau=0.7+{cog}")]
     assert torch.equal(*ends)
-    plain, cohorts = run(cog, fed=fed, rounds=1, local_steps=1, local_epochs=None)
+    plain, cohorts = run(cog, **budget)
     ((x, y),), start = cohorts[0][0], initial()
 
     def step(adjust):
