@@ -59,6 +59,9 @@ class ClientRule(WithServerHalf):
     """True if ``begin`` may return ``START``; it then runs before ``begin`` of rules without it, which find the model that
     training starts from in ``ctx.v_global`` in any order."""
 
+    class_targets: ClassVar[bool] = False
+    """True if ``loss`` needs the class of each sample in ``batch.y``, and does not support probabilities of classes."""
+
     scales_loss: ClassVar[bool] = False
     """True if ``loss`` multiplies the loss that it wraps; rules that replace the task's loss then act before it."""
 
