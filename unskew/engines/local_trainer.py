@@ -171,7 +171,7 @@ class LocalTrainer:
         return rejects_single_samples(self.setup.spec, self.setup.device)
 
     def full_gradient(self, broadcast: Broadcast) -> Tensor:
-        """Compute the gradient of the client's mean loss at its initial model, ``[d]``."""
+        """Compute the gradient of the task's mean loss over the client's samples at its initial model, ``[d]``."""
         client, device = self.setup.federation.clients[broadcast.client], self.setup.device
         v = self.inputs.initial_params(broadcast).to(device)
         key = client_key(self.setup.seed, broadcast).to(device)

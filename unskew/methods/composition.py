@@ -34,7 +34,7 @@ def compose(parts: Sequence[Method]) -> Method:
     Raises:
         MethodConflictError: If two methods fill the same exclusive slot differently, or cannot be combined.
     """
-    from unskew.protocol.rules import Method
+    from unskew.protocol.rules import ClientRule, Method
 
     total = parts[0]
     for other in parts[1:]:
@@ -77,6 +77,14 @@ def compose(parts: Sequence[Method]) -> Method:
         which = "only parts of the model are sent" if total.sync.trains_global_model else "clients send no such updates"
         raise MethodConflictError(
             f"{needing} needs updates of the whole model, but with {total.sync.name} {which}. Remove one of them."
+        )
+    needing = next((rule.name for rule in total.client if "full_gradient" in rule.needs), None)
+    changing = next((rule.name for rule in total.client if type(rule).loss is not ClientRule.loss), None)
+    if needing is not None and changing is not None:
+        remedy = "Use scaffold:option=II" if needing == "scaffold" else "Remove one of them"
+        raise MethodConflictError(
+            f"{needing} needs the gradient of the task's loss over all data of a client, but {changing} changes the loss "
+            f"that is trained. {remedy}."
         )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None

@@ -13,7 +13,8 @@ NEEDS = {
     "last_update": "each update comes with the client's previous update, as update.last",
     "whole_updates": "clients send updates of the whole model, so the rule conflicts with all rules of the slot sync",
     "same_round": "updates that were sent out in an earlier round are discarded",
-    "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data",
+    "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data; it is that of the task's loss, so "
+    "the rule conflicts with client rules that change the loss",
     "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",
     "mean_model": "the evaluated model is the mean of the clients' whole models, including slices that were not exchanged",
     "final_training": "clients train once more from the final model and use the result as their personal models",
