@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ REMEMBERED = 128
 """Number of clients whose ``client_info`` is cached."""
 
 
-def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
+def has_frozen_parameters(rules: Sequence[ClientRule]) -> bool:
     """Return whether some rule freezes parameters in some steps."""
     return any(type(rule).trainable_mask is not ClientRule.trainable_mask for rule in rules)
 
