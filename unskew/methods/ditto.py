@@ -41,6 +41,10 @@ class Ditto(ClientRule):
 
     lam: Annotated[float, Field(ge=0)] = 0.1
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient: the personal model's objective has none."""
+        return other.shifts_gradient
+
     def begin(self, ctx: Context) -> Tensors:
         """Load the personal model."""
         return {"v": ctx.state[PERSONAL] if PERSONAL in ctx.state else ctx.v_global.clone()}

@@ -66,8 +66,8 @@ class ClientRule(WithServerHalf):
     """True if ``loss`` multiplies the loss that it wraps; rules that replace the task's loss then act before it."""
 
     shifts_gradient: ClassVar[bool] = False
-    """True if ``gradient`` adds a vector that does not depend on the parameters, which cancels in a difference of two
-    gradients; rules that compute such differences then act before it."""
+    """True if ``gradient`` adds a vector that does not depend on the parameters. It belongs to the step of the local model,
+    so rules that compute differences of gradients, or gradients of other models, act before."""
 
     trains_alone: ClassVar[bool] = False
     """True if hooks depend on values of tensors, or ``client_info`` differs in shape between clients: no engine then trains
