@@ -12,7 +12,7 @@ implementation uses its square, as in the paper's formula above.
 
 If a part of the model is exchanged only every few rounds (FedALS), ``theta^t`` of that part is the value that the client
 last received, and its ``g_k`` is updated when the part is sent. So ``h`` remains the mean even if clients miss an average.
-A part that is never exchanged (FedBN, FedPer) has no ``theta^t`` and is not regularized.
+A part that is never exchanged (FedBN) has no ``theta^t`` and is not regularized.
 
 With other weights the objective is ``F = sum_k p_k f_k`` with ``p_k = w_k / sum_j w_j`` over all clients, and ``h`` uses the
 same weights::
