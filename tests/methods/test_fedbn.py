@@ -44,14 +44,19 @@ def is_shared(name):
     return not name.startswith("norm.")
 
 
-def by_hand(fed, rounds):
-    """The global module, and the BatchNorm of each client that took part: parameters and statistics."""
+def by_hand(fed, rounds, alpha=0.0):
+    """The global module, and the BatchNorm of each client that took part: parameters and statistics.
+
+    With ``alpha``, FedDyn regularizes the shared layers.
+    """
     torch.manual_seed(0)
     server = SmallBatchNorm(dropout=0.0).double()
     first = {name: t.clone() for name, t in server.state_dict().items() if not is_shared(name)}
     own, cohort = {}, Sampler(len(fed.clients), BUDGET["participation"], 0).draw
+    zero = {name: torch.zeros_like(p) for name, p in server.named_parameters() if is_shared(name)}
+    g, h = {k: dict(zero) for k in range(len(fed.clients))}, dict(zero)
     for t in range(rounds):
-        nets = []
+        nets, received = [], {name: p.clone() for name, p in server.state_dict().items()}
         for k in cohort(t):
             net, client = copy.deepcopy(server), fed.clients[k]
             net.load_state_dict(own.get(k, first), strict=False)
@@ -60,10 +65,17 @@ def by_hand(fed, rounds):
             for _ in range(BUDGET["local_steps"]):
                 optimizer.zero_grad()
                 torch.nn.functional.cross_entropy(net(client.x.double()), client.y).backward()
+                for name, p in net.named_parameters():
+                    if is_shared(name) and alpha:
+                        p.grad += alpha * (p.detach() - received[name]) - g[k][name]
                 optimizer.step()
             own[k] = {name: t.clone() for name, t in net.state_dict().items() if not is_shared(name)}
             nets.append(net.state_dict())
+            g[k] = {name: old - alpha * (nets[-1][name] - received[name]) for name, old in g[k].items()}
         mean = {name: sum(net[name] for net in nets) / len(nets) for name in nets[0] if is_shared(name)}
+        for name in h if alpha else ():
+            h[name] = h[name] - alpha / len(g) * sum(net[name] - received[name] for net in nets)
+            mean[name] = mean[name] - h[name] / alpha
         server.load_state_dict(mean, strict=False)
     return server.eval(), own
 
@@ -96,6 +108,21 @@ def test_shared_layers_and_each_clients_batchnorm_are_those_of_a_plain_loop(one)
         statistics = flat(norm, ("norm.running_mean", "norm.running_var"))
         assert_close(kept[f"{k}/statistics"], statistics, MAGNIFIED)
         assert (statistics - torch.tensor([0.0] * 4 + [1.0] * 4)).abs().min() > 1e-3, "they have moved"
+
+
+def test_feddyn_does_not_regularize_what_is_never_exchanged(tmp_path):
+    """Clients have no received values of it; a pull to those of the first round would grow from round to round."""
+    fed, rounds = domains(), 6
+    result = train("feddyn:alpha=0.3+fedbn", fed, rounds=rounds, out=tmp_path / "run")
+    kept = load_file(tmp_path / f"run/checkpoints/{rounds:07d}/clients-0000.safetensors")
+    server, own = by_hand(fed, rounds, alpha=0.3)
+    mine, spec = result.model.state_dict(), unskew.ModelSpec(result.model, (2, 6, 6), 3, dtype=torch.float64)
+    for name, value in server.state_dict().items():
+        if is_shared(name):
+            assert_close(mine[name].double(), value, MAGNIFIED, msg=name)
+    for k, norm in own.items():
+        for name in ("norm.weight", "norm.bias"):
+            assert_close(spec.parameters(kept[f"{k}/model"])[name], norm[name], MAGNIFIED, msg=name)
 
 
 def test_a_client_is_served_by_the_shared_layers_with_its_own_parameters_and_statistics(one):

@@ -122,10 +122,21 @@ def test_fedpvr_pays_for_the_classifier_only():
     assert not torch.allclose(pvr.vector, train("fedavg", client_weighting="uniform").vector)
 
 
-def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone():
+DITTO = "ditto:lam=0.4"
+ALONE = {
+    DITTO: "fedavg",
+    **{f"{DITTO}+{other}": other for other in ("fedsam:rho=0.5", "fedlesam", "fedsmoo")},
+    **{f"{other}+{DITTO}": other for other in ("scaffold", "feddyn:alpha=0.3", "fedcm")},
+}
+"""Compositions with Ditto, and the method of the global model."""
+
+
+@pytest.mark.parametrize("expression", ALONE)
+def test_dittos_personal_models_equal_numpy_and_leave_the_global_path_alone(expression):
+    """Also if other rules compute further gradients in a step, or add corrections to those of the global model."""
     A, b = problem()
     lam = 0.4
-    run, plain = Quadratics(A, b, f"ditto:lam={lam}"), Quadratics(A, b, "fedavg")
+    run, plain = Quadratics(A, b, expression), Quadratics(A, b, ALONE[expression])
     xs = [np.zeros(3), *plain.rounds(3)]
     assert_close(run.rounds(3), xs[1:], TRAINING)
     for k in range(4):

@@ -43,6 +43,36 @@ def test_a_run_is_the_papers_loop(method, participation, weights):
     assert float((result.vector - x).abs().max()) < EXACT
 
 
+@pytest.mark.parametrize("order", ["mime:beta=0+feddyn:alpha=0.3", "feddyn:alpha=0.3+mime:beta=0"])
+def test_mime_corrects_the_gradient_before_the_linear_term_of_feddyn(order):
+    """``grad f(theta_k) - grad f(theta) + c - g_k + alpha (theta_k - theta)``, whatever the order written."""
+    fed, alpha = skewed(), 0.3
+    result, cohorts = run(order, fed=fed)
+    x, count = initial(), len(fed.clients)
+    h, g = torch.zeros_like(x), [torch.zeros_like(x) for _ in range(count)]
+    for cohort in cohorts:
+        c = sum(slope(x, client.x.double(), client.y) for client in fed.clients) / count
+        ends = []
+        for k in range(count):
+            g_k = g[k]
+
+            def direction(v, u, y, x=x, c=c, g_k=g_k):
+                return slope(v, u, y) - slope(x, u, y) + c - g_k + alpha * (v - x)
+
+            ends.append(local(x, cohort[k], direction))
+            g[k] = g[k] - alpha * (ends[-1] - x)
+        h = h - alpha * sum(end - x for end in ends) / count
+        x = sum(ends) / count - h / alpha
+    assert float((result.vector - x).abs().max()) < EXACT
+
+
+@pytest.mark.parametrize("other", ["scaffold", "fedpvr", "fedcm", "fedsmoo", "mimelite"])
+def test_mime_acts_before_rules_that_add_a_vector(other):
+    """In the other order, the difference of two gradients would not contain the vector."""
+    assert torch.equal(run(f"{other}+mime")[0].vector, run(f"mime+{other}")[0].vector)
+    assert not torch.allclose(run(f"{other}+mime")[0].vector, run("mime")[0].vector)
+
+
 @pytest.mark.parametrize("neutral", ["fedcm:alpha=1", "mimelite:beta=0"])
 def test_neutral_options_are_fedavg_bit_for_bit(neutral):
     plain = run("fedavg", client_weighting="uniform")[0]

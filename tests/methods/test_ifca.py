@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from support.batch_loop import CLASSES, FEATURES, initial, local, loss, run, skewed
+from support.tolerance import TRAINING, assert_close
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
@@ -61,6 +62,41 @@ def test_a_run_is_the_papers_loop(groups, blocks, participation, weights):
 
 def test_one_group_is_fedavg_with_uniform_weights_bit_for_bit():
     assert torch.equal(run("ifca:groups=1")[0].vector, run("fedavg", client_weighting="uniform")[0].vector)
+
+
+@pytest.mark.parametrize(
+    "order", ["ifca:blocks=true,groups=1+smooth:beta=0.5", "smooth:beta=0.5+ifca:blocks=true,groups=1"]
+)
+def test_sums_contain_the_update_that_other_rules_changed(order):
+    assert_close(run(order)[0].vector, run("smooth:beta=0.5", client_weighting="uniform")[0].vector, TRAINING)
+
+
+class Received(unskew.ClientRule):
+    """Records the model that ``begin`` finds, and the one that training starts from."""
+
+    name, summary, paper = "received_model", "for tests", "none"
+
+    def __init__(self):
+        self.begun, self.started, self.received = [], [], []
+
+    def begin(self, ctx):
+        self.begun.append(ctx.v_global)
+        self.received.append(ctx.last_received())
+        return {}
+
+    def gradient(self, grad_fn, ctx, carry):
+        self.started.append(ctx.v_global)
+        return grad_fn
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_other_rules_begin_with_the_chosen_model_in_any_order(before):
+    """The teacher of FedCOG, for example, is the model that training starts from."""
+    rule = Received()
+    run([rule, "ifca:spread=2"] if before else ["ifca:spread=2", rule], rounds=2)
+    assert len(rule.begun) >= len(rule.started) > 0
+    assert all(torch.equal(v, start) for v, start in zip(rule.begun, rule.started, strict=False))
+    assert any(not torch.equal(v, start) for v, start in zip(rule.received, rule.started, strict=False))
 
 
 def opposite_labels():

@@ -2,17 +2,22 @@
 
 import math
 import warnings
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 from support.batch_loop import CLASSES, FEATURES, initial, local, logits, run, skewed
 from support.tolerance import TRAINING, assert_close
+from torch import nn
 from torch.nn.functional import cross_entropy
 
 import unskew
 from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.fedcog.fedcog import FedCOG
+from unskew.methods.fedetf import FedETF
 from unskew.methods.fedlc import FedLC
+from unskew.methods.fedrod import FedRoD
 from unskew.methods.fedrs import FedRS
 from unskew.methods.logit_adjustment import num_single_class
 
@@ -97,6 +102,53 @@ def test_the_gradient_of_an_absent_class(rule, factor):
 def test_the_authors_form_has_no_bias_in_the_head():
     paper, authors = (run(f"fedrs:form={form}", rounds=1)[0].summary["parameters"] for form in ("paper", "authors"))
     assert paper - authors == CLASSES
+
+
+def test_the_authors_form_removes_the_bias_of_the_head_that_another_rule_replaces():
+    memory = run("fedrs+knnper:capacity=10", rounds=1)[0].summary["parameters"]
+    for expression in ("fedrs:form=authors+knnper:capacity=10", "knnper:capacity=10+fedrs:form=authors"):
+        assert run(expression, rounds=1)[0].summary["parameters"] == memory - CLASSES
+
+
+def test_the_authors_form_needs_a_linear_head():
+    head = nn.Sequential(nn.Linear(4, 2), nn.Linear(2, CLASSES))
+    model = nn.Sequential(OrderedDict(body=nn.Linear(FEATURES, 4), head=head))
+    with pytest.raises(ConfigError, match="Use form=paper"):
+        FedRS(form="authors").adapt(model, "head")
+
+
+@pytest.mark.parametrize("rule", [FedLC(tau=2.0), FedRS(alpha=0.2), FedRoD(), FedETF()])
+def test_fedcog_scales_the_whole_loss_in_any_order(rule):
+    """``w_real`` below 1 leaves no share of the cross-entropy that the rule replaces, which would be negative."""
+    cog = FedCOG(start_round=0, n=4, g_steps=1, coefficients="auto")
+    for parts in ([rule, cog], [cog, rule]):
+        assert unskew.method(parts).client == (rule, cog)
+
+
+def test_fedcog_and_masked_logits_of_sub_models_are_rejected():
+    unskew.method("fedcog+heterofl")
+    unskew.method("fedcog:coefficients=auto+heterofl:mask_labels=false")
+    with pytest.raises(MethodConflictError, match="coefficients=fixed"):
+        unskew.method("fedcog:coefficients=auto+heterofl")
+
+
+def test_a_loss_with_a_scaled_cross_entropy_is_the_formula_in_any_order():
+    """One step of one client: ``w_real CE(adjusted) + w_kd CE(generated)``, with the generated inputs of the rule."""
+    fed = skewed(sizes=(9,))
+    counts = torch.bincount(fed.clients[0].y, minlength=CLASSES).double()
+    cog = "fedcog:start_round=0,n=4,g_steps=0,coefficients=auto,supervision=hard,cycle=by_step"
+    w_kd = float((counts.max() - counts).sum() / (counts.max() - counts + counts).sum())
+    budget = {"fed": fed, "rounds": 1, "local_steps": 1, "local_epochs": None}
+    ends = [run(m, **budget)[0].vector for m in (f"{cog}+fedlc:tau=0.7", f"fedlc:tau=0.7+{cog}")]
+    assert torch.equal(*ends)
+    plain, cohorts = run(cog, **budget)
+    ((x, y),), start = cohorts[0][0], initial()
+
+    def step(adjust):
+        return local(start, [(x, y)], torch.func.grad(lambda v, x, y: cross_entropy(adjust(logits(v, x), counts), y)))
+
+    expected = plain.vector + (1 - w_kd) * (step(fedlc) - step(lambda z, n: z))
+    assert float((ends[0] - expected).abs().max()) < EXACT
 
 
 def test_other_rules_that_correct_for_classes_are_refused():

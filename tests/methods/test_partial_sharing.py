@@ -41,11 +41,12 @@ def mask(*parts):
     return trains
 
 
-def local(v, batches, trains):
-    """Local SGD with momentum and weight decay on a part of the model."""
+def local(v, batches, trains, rho=0.0):
+    """Local SGD with momentum and weight decay on a part of the model, whose perturbation of norm ``rho`` is FedSAM's."""
     buffer = torch.zeros_like(v)
     for x, y in batches:
-        buffer = MOMENTUM * buffer + trains * (slope(v, x, y) + DECAY * v)
+        g = trains * slope(v, x, y)
+        buffer = MOMENTUM * buffer + trains * (slope(v + rho * g / g.norm(), x, y) + DECAY * v)
         v = v - LR * buffer
     return v
 
@@ -66,6 +67,19 @@ def test_a_run_is_the_papers_loop(name, participation, tmp_path):
         x[part] = sum(count[k] * own[k][part] for k in cohort) / sum(count.values())
     assert float((result.vector - x).abs().max()) < EXACT
     check_client_models(tmp_path / "run", own)
+
+
+@pytest.mark.parametrize("expression", ["fedbabu+fedsam:rho=0.5", "fedsam:rho=0.5+fedbabu"])
+def test_fedsam_perturbs_only_what_is_trained(expression):
+    """The radius is the norm of the perturbation of the body; a fixed head is not perturbed."""
+    fed = skewed()
+    result, cohorts = run(expression, fed=fed, model=two_layers())
+    x, body = flat(two_layers()), mask(BODY)
+    for cohort in cohorts:
+        ends = {k: local(x, batches, body, rho=0.5) for k, batches in cohort.items()}
+        total = sum(fed.clients[k].num_samples for k in ends)
+        x = sum(fed.clients[k].num_samples / total * end for k, end in ends.items())
+    assert float((result.vector - x).abs().max()) < EXACT
 
 
 @pytest.mark.parametrize("tune", ["full", "head", "body"])

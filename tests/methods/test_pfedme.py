@@ -155,6 +155,33 @@ def test_pfedme_finds_the_minimum_of_the_moreau_envelopes():
         assert_close(federated.server.clients.store.get(k)["rules/pfedme/personal"].numpy(), point, TRAINING)
 
 
+@pytest.mark.parametrize("first", ["apfl", "pfedme", "perfedavg"])
+@pytest.mark.parametrize("other", ["scaffold", "feddyn", "fedcm", "fedpvr"])
+def test_corrections_of_the_local_model_apply_once_per_step_in_any_order(first, other):
+    assert [rule.name for rule in method(f"{other}+{first}").client] == [first, other]
+
+
+def test_the_step_of_pfedme_has_the_correction_of_scaffold_once(tmp_path):
+    """``lam (w - t) + c - c_k`` with full participation, from Algorithm 1 of both papers."""
+    fed, lam, K, eta_p = skewed(), 5.0, 3, 0.05
+    result, cohorts = run(f"scaffold+pfedme:lam={lam},K={K},eta_p={eta_p},decay=0", fed=fed, **PLAIN)
+    x, count = initial(), len(fed.clients)
+    c, c_k = torch.zeros_like(x), [torch.zeros_like(x) for _ in range(count)]
+    for cohort in cohorts:
+        ends, new = [], []
+        for k in range(count):
+            w, t = x, x
+            for u, y in cohort[k]:
+                for _ in range(K):
+                    t = t - eta_p * (slope(t, u, y) + lam * (t - w))
+                w = w - LR * (lam * (w - t) + c - c_k[k])
+            ends.append(w)
+            new.append((x - w) / (LR * len(cohort[k])) - (c - c_k[k]))
+        c = c + sum(after - before for after, before in zip(new, c_k, strict=True)) / count
+        x, c_k = sum(ends) / count, new
+    assert float((result.vector - x).abs().max()) < EXACT
+
+
 def perfedavg_client(v, batches, version, alpha, beta, delta):
     """Algorithm 1 of Per-FedAvg at one client."""
     for x, y in batches:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from functools import lru_cache
 from typing import Any
@@ -30,7 +30,7 @@ REMEMBERED = 128
 """Number of clients whose ``client_info`` is cached."""
 
 
-def has_frozen_parameters(rules: tuple[ClientRule, ...]) -> bool:
+def has_frozen_parameters(rules: Sequence[ClientRule]) -> bool:
     """Return whether some rule freezes parameters in some steps."""
     return any(type(rule).trainable_mask is not ClientRule.trainable_mask for rule in rules)
 
@@ -210,9 +210,9 @@ def apply_begin_hooks(
         ConfigError: If a rule returns an initial model of another shape or data type.
     """
     ctxs, v_received = contexts(inputs), None
-    carries: list[Tensors] = []
-    for index, rule in enumerate(rules):
-        ctx = ctxs[index]
+    carries: list[Tensors] = [{} for _ in rules]
+    for index in sorted(range(len(rules)), key=lambda index: not rules[index].changes_start):
+        rule, ctx = rules[index], ctxs[index]
         carry = rule.begin(ctx if v_received is None else replace(ctx, v_received=v_received))
         v = inputs["v_global"]
         for entry in {START, SHIFT} & carry.keys():
@@ -227,7 +227,7 @@ def apply_begin_hooks(
             v_received = v if v_received is None else v_received
             inputs = {**inputs, "v_global": start}
             ctxs = contexts(inputs)
-        carries.append(carry)
+        carries[index] = carry
     return carries, inputs, ctxs
 
 

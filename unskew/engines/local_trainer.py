@@ -20,6 +20,7 @@ from unskew.engines.client_inputs import (
     apply_begin_hooks,
     apply_end_hooks,
     client_key,
+    has_frozen_parameters,
     local_update,
     move_to,
     pack_update,
@@ -71,9 +72,25 @@ def composed_gradient(
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         loss_fn = _checked_function(rule, "loss", rule.loss(loss_fn, ctx, carry))
     grad_fn = model.gradient(loss_fn)
+    freezes = has_frozen_parameters(rules)
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
+        if freezes and type(rule).gradient is not ClientRule.gradient:
+            grad_fn = _gradient_of_trained(grad_fn, rules, ctxs, carries)
         grad_fn = _checked_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
     return grad_fn
+
+
+def _gradient_of_trained(
+    grad_fn: GradFn, rules: Sequence[ClientRule], ctxs: Sequence[Context], carries: Sequence[Tensors]
+) -> GradFn:
+    """Return a gradient that is 0 for parameters that a rule freezes, so that the norms and steps of rules omit them."""
+
+    def trained(v: Tensor, batch: Batch) -> Tensor:
+        mask = combined_trainable_mask(rules, ctxs, carries, batch)
+        g = grad_fn(v, batch)
+        return g if mask is None else torch.where(mask, g, 0.0)
+
+    return trained
 
 
 def _checked_function(rule: ClientRule, hook: str, wrapped: Function) -> Function:
@@ -127,7 +144,7 @@ def check_batch_sizes(setup: EngineConfig) -> None:
 
 
 def combined_trainable_mask(
-    rules: tuple[ClientRule, ...], ctxs: list[Context], carries: list[Tensors], batch: Batch
+    rules: Sequence[ClientRule], ctxs: Sequence[Context], carries: Sequence[Tensors], batch: Batch
 ) -> Tensor | None:
     """Return the mask of parameters that no rule freezes in this step, boolean ``[d]``; None if none is frozen.
 
@@ -171,7 +188,7 @@ class LocalTrainer:
         return rejects_single_samples(self.setup.spec, self.setup.device)
 
     def full_gradient(self, broadcast: Broadcast) -> Tensor:
-        """Compute the gradient of the client's mean loss at its initial model, ``[d]``."""
+        """Compute the gradient of the task's mean loss over the client's samples at its initial model, ``[d]``."""
         client, device = self.setup.federation.clients[broadcast.client], self.setup.device
         v = self.inputs.initial_params(broadcast).to(device)
         key = client_key(self.setup.seed, broadcast).to(device)

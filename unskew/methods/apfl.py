@@ -51,6 +51,10 @@ class APFL(ClientRule):
     adaptive: bool = True
     decay: Annotated[float, Field(ge=0)] = 0.02
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient: the own model's objective has none."""
+        return other.shifts_gradient
+
     def begin(self, ctx: Context) -> Tensors:
         """Load the own model and its weight."""
         if "v" in ctx.state:

@@ -8,10 +8,24 @@ from typing import TYPE_CHECKING
 from unskew.errors import MethodConflictError
 
 if TYPE_CHECKING:
-    from unskew.protocol.rules import Method
+    from unskew.protocol.rules import ClientRule, Method
 
 READ_CHANGES = {"model_changes", "sent_model", "sent_statistics"}
 """Requirements of rules whose server half computes models from updates, or compares updates with models."""
+
+
+def ordered(rules: Sequence[ClientRule]) -> tuple[ClientRule, ...]:
+    """Return client rules in the order in which they act: as written, unless a rule declares another position.
+
+    Args:
+        rules: Client rules as written.
+    """
+    last = [rule for rule in rules if rule.acts_last]
+    result: list[ClientRule] = []
+    for rule in sorted((rule for rule in rules if not rule.acts_last), key=lambda rule: not rule.poisson_batches):
+        index = next((i for i, later in enumerate(result) if rule.acts_before(later)), len(result))
+        result.insert(index, rule)
+    return (*result, *last)
 
 
 def compose(parts: Sequence[Method]) -> Method:
@@ -23,7 +37,7 @@ def compose(parts: Sequence[Method]) -> Method:
     Raises:
         MethodConflictError: If two methods fill the same exclusive slot differently, or cannot be combined.
     """
-    from unskew.protocol.rules import Method
+    from unskew.protocol.rules import ClientRule, Method
 
     total = parts[0]
     for other in parts[1:]:
@@ -39,7 +53,7 @@ def compose(parts: Sequence[Method]) -> Method:
         total = Method(
             name=f"{total.name}+{other.name}",
             data=total.data + other.data,
-            client=tuple(sorted(total.client + other.client, key=lambda rule: rule.acts_last - rule.poisson_batches)),
+            client=ordered(total.client + other.client),
             **filled,  # type: ignore[arg-type]
         )
     slots = ([rule.name for rule in slot] for slot in (total.data, total.client))
@@ -76,6 +90,14 @@ def compose(parts: Sequence[Method]) -> Method:
                     f"{rule.name} needs updates that are changes of the model, but with {replacing.name} clients send "
                     "something else. Remove one of them."
                 )
+    needing = next((rule.name for rule in total.client if "full_gradient" in rule.needs), None)
+    changing = next((rule.name for rule in total.client if type(rule).loss is not ClientRule.loss), None)
+    if needing is not None and changing is not None:
+        remedy = "Use scaffold:option=II" if needing == "scaffold" else "Remove one of them"
+        raise MethodConflictError(
+            f"{needing} needs the gradient of the task's loss over all data of a client, but {changing} changes the loss "
+            f"that is trained. {remedy}."
+        )
     for part in (*total.data, *total.client, total.sync, total.aggregate, total.server):
         reason = part.conflict_with(total) if part else None
         if reason is not None:

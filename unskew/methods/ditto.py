@@ -41,6 +41,10 @@ class Ditto(ClientRule):
 
     lam: Annotated[float, Field(ge=0)] = 0.1
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient: the personal model's objective has none."""
+        return other.shifts_gradient
+
     def begin(self, ctx: Context) -> Tensors:
         """Load the personal model."""
         return {"v": ctx.state[PERSONAL] if PERSONAL in ctx.state else ctx.v_global.clone()}
@@ -49,9 +53,10 @@ class Ditto(ClientRule):
         """Take a step on the personal model with each step on the global one."""
 
         def both(v: Tensor, batch: Batch) -> Tensor:
-            personal = carry["v"]
-            g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
-            carry["v"] = personal - batch.lr * g
+            if batch.track:  # ignore additional gradients of a step
+                personal = carry["v"]
+                g = grad_fn(personal, batch.untracked()) + self.lam * (personal - ctx.v_global)
+                carry["v"] = personal - batch.lr * g
             return grad_fn(v, batch)
 
         return both

@@ -52,6 +52,7 @@ class FedALA(ClientRule):
     name: ClassVar[str] = "fedala"
     summary: ClassVar[str] = "clients train from a learned mixture of their own head and the global one"
     paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2212.01197"
+    changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it computes the head alone from one feature vector per sample"
     needs = ("vector", "final_training", "whole_updates")
     trains_alone: ClassVar[bool] = True

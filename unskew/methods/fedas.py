@@ -65,6 +65,7 @@ class FedAS(ClientRule, PartialSharing, ServerRule):
     name: ClassVar[str] = "fedas"
     summary: ClassVar[str] = "a shared body, aligned with each client's own before training, and personal heads"
     paper: ClassVar[str] = "Yang et al., CVPR 2024"
+    changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it aligns the mean features of classes"
     needs = ("one_class",)
     weights: ClassVar[Weights | None] = "uniform"

@@ -12,6 +12,7 @@ implementation uses its square, as in the paper's formula above.
 
 If a part of the model is exchanged only every few rounds (FedALS), ``theta^t`` of that part is the value that the client
 last received, and its ``g_k`` is updated when the part is sent. So ``h`` remains the mean even if clients miss an average.
+A part that is never exchanged (FedBN) has no ``theta^t`` and is not regularized.
 
 With other weights the objective is ``F = sum_k p_k f_k`` with ``p_k = w_k / sum_j w_j`` over all clients, and ``h`` uses the
 same weights::
@@ -53,6 +54,7 @@ class FedDyn(ClientRule, ServerRule):
     summary: ClassVar[str] = "dynamic regularization aligns local optima"
     paper: ClassVar[str] = "Acar et al. 2021, arXiv:2111.04263"
     needs = ("model_changes",)
+    shifts_gradient: ClassVar[bool] = True
     # The paper's grid is 0.001, 0.01, 0.1.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": log_range(1e-3, 0.1)}
     weights: ClassVar[Weights | None] = "uniform"
@@ -62,19 +64,30 @@ class FedDyn(ClientRule, ServerRule):
     def begin(self, ctx: Context) -> Tensors:
         """Load the client's linear term ``g_k`` and the last received model."""
         g_k = ctx.state.get("g")
-        return {"g": torch.zeros_like(ctx.v_global) if g_k is None else g_k, "start": ctx.last_received()}
+        zero = torch.zeros_like(ctx.v_global)
+        carry = {"g": zero if g_k is None else g_k, "start": ctx.last_received()}
+        if ctx.received is not None:  # 1 for parameters that the client has received at least once, otherwise 0
+            carry["shared"] = torch.where(ctx.received, 1.0, ctx.state.get("shared", zero))
+        elif ctx.sent is not None:
+            carry["shared"] = torch.ones_like(zero)
+        return carry
 
     def gradient(self, grad_fn: GradFn, ctx: Context, carry: Tensors) -> GradFn:
         """``g - g_k + alpha (theta - theta^t)``."""
 
         def regularized(v: Tensor, batch: Batch) -> Tensor:
-            return grad_fn(v, batch) - carry["g"] + self.alpha * (v - carry["start"])
+            pull = v - carry["start"]
+            if "shared" in carry:
+                pull = carry["shared"] * pull
+            return grad_fn(v, batch) - carry["g"] + self.alpha * pull
 
         return regularized
 
     def end(self, ctx: Context, carry: Tensors, v: Tensor) -> None:
         """``g_k <- g_k - alpha (theta_k - theta^t)``."""
         ctx.state["g"] = carry["g"] - self.alpha * ctx.sent_since(carry["start"], v)
+        if "shared" in carry:
+            ctx.state["shared"] = carry["shared"]
 
     def init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``h = 0``."""

@@ -60,6 +60,7 @@ class FedFomo(StoredModels):
     name: ClassVar[str] = "fedfomo"
     summary: ClassVar[str] = "own models, mixed from other clients' models by their loss on validation samples"
     paper: ClassVar[str] = "Zhang et al. 2021, arXiv:2012.08565"
+    changes_start: ClassVar[bool] = True
     exchange: ClassVar[str] = "clients send their own models to the server and receive models of other clients"
     survey_at: ClassVar[SurveyTime | None] = "received"
     # Around the numbers of models in the paper's experiments.

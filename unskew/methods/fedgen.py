@@ -77,6 +77,7 @@ class FedGen(ClientRule):
     name: ClassVar[str] = "fedgen"
     summary: ClassVar[str] = "learns from features that the clients' classifiers agree on"
     paper: ClassVar[str] = "Zhu et al. 2021, arXiv:2105.10056"
+    class_targets: ClassVar[bool] = True
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}

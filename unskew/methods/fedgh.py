@@ -45,6 +45,7 @@ class FedGH(ClassMeans):
     name: ClassVar[str] = "fedgh"
     summary: ClassVar[str] = "own bodies, under a head that the server trains on class means"
     paper: ClassVar[str] = "Yi et al. 2023, arXiv:2303.13137"
+    changes_start: ClassVar[bool] = True
     exchange: ClassVar[str] = (
         "clients send the mean features of their classes and receive a head that the server trains on them"
     )

@@ -34,6 +34,7 @@ class FedLC(LogitAdjustment):
     name: ClassVar[str] = "fedlc"
     summary: ClassVar[str] = "larger margins for rare classes of a client, absent classes left out"
     paper: ClassVar[str] = "Zhang et al. 2022, arXiv:2209.00189"
+    class_targets: ClassVar[bool] = True
     # One decade on each side of the default.
     spaces: ClassVar[Mapping[str, Space]] = {"tau": log_range(0.1, 10.0)}
 

@@ -38,6 +38,7 @@ class FedNTD(ClientRule):
     name: ClassVar[str] = "fedntd"
     summary: ClassVar[str] = "keeps the global model's predictions for the classes that a sample does not have"
     paper: ClassVar[str] = "Lee et al. 2021, arXiv:2106.03097"
+    class_targets: ClassVar[bool] = True
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"beta": log_range(0.1, 10.0)}
     needs = ("one_class",)

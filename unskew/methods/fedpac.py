@@ -69,6 +69,8 @@ class FedPAC(FedRep):
     name: ClassVar[str] = "fedpac"
     summary: ClassVar[str] = "a shared body with common class means, and a mixture of heads for each client"
     paper: ClassVar[str] = "Xu et al. 2023, arXiv:2306.11867"
+    class_targets: ClassVar[bool] = True
+    changes_start: ClassVar[bool] = True
     needs = ("one_class", "vector", "individual", "final_training")
     weights: ClassVar[Weights | None] = None
     uploads: ClassVar[bool] = True

@@ -45,6 +45,7 @@ class FedProto(ClassMeans):
     name: ClassVar[str] = "fedproto"
     summary: ClassVar[str] = "own models, whose features are pulled towards common class means"
     paper: ClassVar[str] = "Tan et al. 2021, arXiv:2105.00243"
+    class_targets: ClassVar[bool] = True
     exchange: ClassVar[str] = "clients send the mean features of their classes and receive common ones, but no model"
     # One decade on each side of the authors' 1.
     spaces: ClassVar[Mapping[str, Space]] = {"ld": log_range(0.1, 10.0)}

@@ -44,6 +44,7 @@ class FedPVR(ClientRule):
     name: ClassVar[str] = "fedpvr"
     summary: ClassVar[str] = "SCAFFOLD on the classifier only"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2212.02191"
+    shifts_gradient: ClassVar[bool] = True
     uploads: ClassVar[bool] = True
     private: ClassVar[Mapping[str, Callable[[Training], float]]] = {"change": lambda training: training.step_length}
     weights: ClassVar[Weights | None] = "uniform"

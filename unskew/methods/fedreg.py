@@ -69,7 +69,19 @@ class FedReg(ClientRule):
     clamp: bool = False
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that freeze a part of the model, because the projections assume steps of the whole model."""
+        """Reject rules that freeze a part of the model, because the projections assume steps of the whole model.
+
+        Rules whose loss needs classes are rejected, too, because pseudo data have probabilities of classes.
+
+        Args:
+            method: The composition.
+        """
+        classes = next((rule.name for rule in method.client if rule.class_targets), None)
+        if classes is not None:
+            return (
+                f"fedreg computes the loss of pseudo data, which have probabilities of classes, but the loss of {classes} "
+                "needs one class that the client has. Remove one of them."
+            )
         other = next(
             (rule.name for rule in method.client if type(rule).trainable_mask is not ClientRule.trainable_mask), None
         )

@@ -21,7 +21,10 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.errors import ConfigError
+from unskew.methods.head_replacement import HeadReplacement
 from unskew.methods.logit_adjustment import LogitAdjustment
+from unskew.protocol.rules import ClientRule
 from unskew.protocol.search_space import Space, uniform_range
 
 
@@ -48,11 +51,29 @@ class FedRS(LogitAdjustment):
         """True if ``alpha`` is 1."""
         return self.alpha == 1
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule scales the loss, or replaces the head: only the linear one has a bias to remove."""
+        return super().acts_before(other) or isinstance(other, HeadReplacement)
+
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
-        """Remove the bias of the head in the authors' form."""
+        """Remove the bias of the head in the authors' form.
+
+        Args:
+            module: The model.
+            head: Name of its head.
+
+        Raises:
+            ConfigError: If the head is not a linear layer.
+        """
         if self.form == "authors":
             module = copy.deepcopy(module)
-            module.get_submodule(head).register_parameter("bias", None)
+            linear = module.get_submodule(head)
+            if not isinstance(linear, nn.Linear):
+                raise ConfigError(
+                    "fedrs:form=authors removes the bias of a linear head, but the head of the model is a "
+                    f"{type(linear).__name__}. Use form=paper."
+                )
+            linear.register_parameter("bias", None)
         return module, head
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:

@@ -57,6 +57,7 @@ class FedSMOO(ClientRule, ServerRule):
     summary: ClassVar[str] = "flat minima that clients agree on: regularized model and perturbation"
     paper: ClassVar[str] = "Sun et al. 2023, arXiv:2305.11584"
     needs = ("whole_updates", "model_changes")
+    shifts_gradient: ClassVar[bool] = True
     uploads: ClassVar[bool] = True
     weights: ClassVar[Weights | None] = "uniform"
     # One decade around the authors' 0.1 for both.

@@ -80,6 +80,7 @@ class Floco(HeadReplacement, LocalHeadParameters):
     name: ClassVar[str] = "floco"
     summary: ClassVar[str] = "a simplex of heads, in which similar clients use neighboring points"
     paper: ClassVar[str] = "Grinwald et al. 2024, NeurIPS"
+    changes_start: ClassVar[bool] = True
     needs = ("vector", "individual")
     acts_last: ClassVar[bool] = True
     local_parameters: ClassVar[tuple[str, ...]] = ("alpha",)

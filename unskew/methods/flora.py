@@ -53,6 +53,7 @@ class FLoRA(RankedFactors):
     summary: ClassVar[str] = "averages LoRA updates exactly, also of different ranks"
     paper: ClassVar[str] = "Wang et al. 2024, arXiv:2409.05976"
     successive_models_differ: ClassVar[bool] = True
+    changes_start: ClassVar[bool] = True
     conflict: ClassVar[str] = "flora's clients train new LoRA factors in each round"
 
     ranks: str = ""

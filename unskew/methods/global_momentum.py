@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ class GlobalMomentum(ClientRule):
     """Momentum ``m`` that the server computes once per round; every local step uses ``(1 - share) g + share m``."""
 
     needs: Collection[str] = ("whole_updates",)
+    shifts_gradient: ClassVar[bool] = True
 
     @property
     def share(self) -> float:

@@ -68,6 +68,8 @@ class GPFL(HeadReplacement, LocalHeadParameters):
     name: ClassVar[str] = "gpfl"
     summary: ClassVar[str] = "own heads on personal features, next to generic features near shared class embeddings"
     paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2308.10279"
+    class_targets: ClassVar[bool] = True
+    changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it has an embedding for each class"
     needs = ("one_class", "vector")
     local_parameters: ClassVar[tuple[str, ...]] = ("linear.weight", "linear.bias", "condition")

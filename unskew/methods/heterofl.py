@@ -115,6 +115,12 @@ class HeteroFL(LogitAdjustment, PartialSharing):
 
     def conflict_with(self, method: Method) -> str | None:
         """Reject what rules with a shared part or adjusted logits reject."""
+        scaling = next((rule.name for rule in method.client if rule.scales_loss), None) if self.mask_labels else None
+        if scaling is not None:
+            return (
+                f"{scaling} scales the cross-entropy that {self.name} replaces by that of masked logits. Set "
+                f"coefficients=fixed of {scaling}, or mask_labels=false of {self.name}."
+            )
         return PartialSharing.conflict_with(self, method) or LogitAdjustment.conflict_with(self, method)
 
     def client_info(self, data: ClientDataView) -> Tensors:

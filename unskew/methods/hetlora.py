@@ -55,6 +55,7 @@ class HetLoRA(RankedFactors):
     name: ClassVar[str] = "hetlora"
     summary: ClassVar[str] = "averages LoRA factors of different rank, weighted by the norm of their products"
     paper: ClassVar[str] = "Cho et al. 2024, arXiv:2401.06432"
+    changes_start: ClassVar[bool] = True
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"pruned": (0.0, 1.0)}
     merges: ClassVar[bool] = False

@@ -69,6 +69,7 @@ class IFCA(ClientRule, ServerRule):
     summary: ClassVar[str] = "one model per group of clients, which choose by their loss"
     paper: ClassVar[str] = "Ghosh et al. 2020, arXiv:2006.04088"
     successive_models_differ: ClassVar[bool] = True
+    changes_start: ClassVar[bool] = True
     supports_delays: ClassVar[bool] = False
     uploads: ClassVar[bool] = True
     final_steps: ClassVar[int | None] = 0
@@ -85,12 +86,17 @@ class IFCA(ClientRule, ServerRule):
     @property
     def needs(self) -> Collection[str]:  # type: ignore[override]
         """Whole updates; single ones, unless updates of all models are sent."""
-        return ("final_training", "whole_updates", "model_changes", *(() if self.blocks else ("individual",)))
+        return ("final_training", "whole_updates", *(() if self.blocks else ("individual",)))
 
     @property
     def upload_ranges(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
         """Ranges of the chosen group and of the weights of the groups."""
         return {"group": (0.0, self.groups - 1.0), "weights": (0.0, 1e38), "chosen": (0.0, 1.0)}
+
+    @property
+    def acts_last(self) -> bool:  # type: ignore[override]
+        """True if ``transform_update`` uploads the update, which other rules change before."""
+        return self.blocks
 
     @property
     def sends_model(self) -> bool:  # type: ignore[override]

@@ -77,6 +77,7 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
     name: ClassVar[str] = "knnper"
     summary: ClassVar[str] = "the global model, mixed with the labels of the client's nearest samples"
     paper: ClassVar[str] = "Marfoq et al. 2022, arXiv:2111.09360"
+    changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
     needs = ("one_class", "final_training")
     trains_alone: ClassVar[bool] = True

@@ -45,6 +45,10 @@ class LogitAdjustment(ClientRule):
         """
         raise NotImplementedError
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule scales the loss: only the inner one contains the term that this rule replaces."""
+        return other.scales_loss
+
     def conflict_with(self, method: Method) -> str | None:
         """Reject a second rule that changes the logits."""
         other = next((r.name for r in method.client if isinstance(r, LogitAdjustment) and r is not self), None)

@@ -28,7 +28,7 @@ from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import RoundPlan
-from unskew.protocol.rules import Context, Shape, SurveyTime, Tensors, Updates
+from unskew.protocol.rules import ClientRule, Context, Shape, SurveyTime, Tensors, Updates
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,10 @@ class Mime(MimeLite):
     name: ClassVar[str] = "mime"
     summary: ClassVar[str] = "mimelite with local steps corrected by the cohort's gradient"
     survey_at: ClassVar[SurveyTime | None] = "asked"
+
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient, which would cancel in the difference of gradients."""
+        return other.shifts_gradient
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize ``m = 0`` and ``c = 0``."""

@@ -67,6 +67,10 @@ class PerFedAvg(ClientRule):
         """Number of parts into which a batch is split."""
         return 3 if self.version == "hf" else 2
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient: each of its gradients would contain it."""
+        return other.shifts_gradient
+
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the optimizer, the number of local steps and the size of the batches.
 

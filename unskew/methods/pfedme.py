@@ -56,6 +56,10 @@ class PFedMe(ClientRule):
     beta: Annotated[float, Field(gt=0)] = 1.0
     decay: Annotated[float, Field(ge=0)] = 0.001
 
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the other rule adds a vector to the gradient: each of the ``K`` steps would contain it."""
+        return other.shifts_gradient
+
     @property
     def slots(self) -> Mapping[str, Rule]:  # type: ignore[override]
         """The client slot, and the server slot unless ``beta`` is 1."""

@@ -70,6 +70,7 @@ class VHL(DataRule, ClientRule):
     name: ClassVar[str] = "vhl"
     summary: ClassVar[str] = "aligns features with those of a shared labeled set of noise"
     paper: ClassVar[str] = "Tang et al. 2022, arXiv:2206.02465"
+    class_targets: ClassVar[bool] = True
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
     needs = ("one_class",)

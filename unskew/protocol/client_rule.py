@@ -52,8 +52,22 @@ class ClientRule(WithServerHalf):
     gradient of the loss from single samples; the rule then acts before all other client rules."""
 
     acts_last: ClassVar[bool] = False
-    """True if ``loss`` evaluates the loss at other parameters; the rule then acts after all other client rules, so that the
-    terms of all rules are computed there."""
+    """True if ``loss`` evaluates the loss at other parameters, or ``transform_update`` uploads the update; the rule then acts
+    after all other client rules, so that the terms of all rules are computed there, and the update is the final one."""
+
+    changes_start: ClassVar[bool] = False
+    """True if ``begin`` may return ``START``; it then runs before ``begin`` of rules without it, which find the model that
+    training starts from in ``ctx.v_global`` in any order."""
+
+    class_targets: ClassVar[bool] = False
+    """True if ``loss`` needs the class of each sample in ``batch.y``, and does not support probabilities of classes."""
+
+    scales_loss: ClassVar[bool] = False
+    """True if ``loss`` multiplies the loss that it wraps; rules that replace the task's loss then act before it."""
+
+    shifts_gradient: ClassVar[bool] = False
+    """True if ``gradient`` adds a vector that does not depend on the parameters. It belongs to the step of the local model,
+    so rules that compute differences of gradients, or gradients of other models, act before."""
 
     trains_alone: ClassVar[bool] = False
     """True if hooks depend on values of tensors, or ``client_info`` differs in shape between clients: no engine then trains
@@ -69,6 +83,14 @@ class ClientRule(WithServerHalf):
     has_personal_model: ClassVar[bool] = False
     """True if ``end`` writes the client's personal model to ``ctx.state[PERSONAL]``; clients that never took part, and
     all clients without such a rule, use the global model."""
+
+    def acts_before(self, other: ClientRule) -> bool:
+        """Return whether the rule acts before another one, whatever the order in which they are written.
+
+        Args:
+            other: Client rule of the same composition.
+        """
+        return False
 
     def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
         """Change the model before training, for example by adding a projection head.
@@ -115,7 +137,8 @@ class ClientRule(WithServerHalf):
         """Return the carry of local training, computed before the first step.
 
         An entry ``START`` of the carry, ``[d]``, is the model that training starts from instead of the received one; it
-        becomes ``ctx.v_global`` of this and all later rules. The update is then the difference to it.
+        becomes ``ctx.v_global`` of this rule's other hooks and of all rules whose ``begin`` runs later, see
+        ``changes_start``. The update is then the difference to it.
 
         Args:
             ctx: Context of the client in this round: model, broadcast, state, key.

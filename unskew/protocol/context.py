@@ -62,12 +62,13 @@ class Context:
         common: Tensors that a data rule of the same name sent to every client before the first round.
         inputs: Converts stored samples, as in ``ClientDataView.client``, to inputs of the model.
         pixels: Scaling of image intensities to inputs of the model.
-        full_gradient: Gradient of the client's whole objective at ``v_global``, ``[d]``, if a rule needs it.
+        full_gradient: Gradient of the task's mean loss over the client's samples at ``v_global``, ``[d]``, if a
+            rule needs it.
         survey: Sums over the client's training samples, or its validation samples, that the rule's ``survey`` computed.
         final: Whether this is the training after the last round, such as fine-tuning.
         sent: Mask of the parameters that the client uploads after this round, boolean ``[d]``; None if all.
         received: Mask of the parameters that the client downloaded before this round, boolean ``[d]``; None if all.
-        v_received: In ``begin``, the received model ``[d]`` if an earlier rule starts training from another one; otherwise
+        v_received: In ``begin``, the received model ``[d]`` if another rule starts training from another one; otherwise
             None.
         secret: Secret key of this client and round, int64 ``[2]``, from which noise that protects the client is drawn with
             ``unskew.secret_draws`` instead of ``key``; None if the run is not private, or must repeat bit for bit.

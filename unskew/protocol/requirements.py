@@ -15,7 +15,8 @@ NEEDS = {
     "model_changes": "updates are the clients' models minus the received ones, so the rule conflicts with client rules that "
     "send something else (sends_model_changes = False)",
     "same_round": "updates that were sent out in an earlier round are discarded",
-    "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data",
+    "full_gradient": "ctx.full_gradient, which takes a pass over all of the client's data; it is that of the task's loss, so "
+    "the rule conflicts with client rules that change the loss",
     "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",
     "mean_model": "the evaluated model is the mean of the clients' whole models, including slices that were not exchanged",
     "final_training": "clients train once more from the final model and use the result as their personal models",

@@ -131,6 +131,11 @@ class FedCOG(ClientRule):
     generator: Literal["pixels", "network"] = "pixels"
     augment: bool = False
 
+    @property
+    def scales_loss(self) -> bool:  # type: ignore[override]
+        """True if ``w_real`` may differ from 1."""
+        return self.coefficients == "auto"
+
     def __post_init__(self) -> None:
         """Validate that ``explicit`` is set if and only if ``labels`` is ``explicit``."""
         if (self.labels == "explicit") != bool(self.explicit):
