@@ -104,13 +104,14 @@ def test_without_held_out_data_the_test_set_is_weighted_by_classes():
 
 
 def test_class_that_the_test_set_lacks():
-    """A client that only holds such a class cannot be measured; it counts as 0, not as NaN."""
+    """A client that only holds such a class cannot be measured."""
     fed = unskew.Federation.from_arrays(
         [(one_hot([2]), np.array([2])), (one_hot([0]), np.array([0]))],
         test=(one_hot([0, 1]), np.array([0, 1])), classes=3, holdout=0.0,
     )  # fmt: skip
     judge, v, b = evaluator(fed)
-    assert judge.evaluate_clients(v, b, most=1000, seed=0).accuracies.tolist() == [0, 1]
+    accuracies = judge.evaluate_clients(v, b, most=1000, seed=0).accuracies
+    assert np.array_equal(accuracies, [np.nan, 1], equal_nan=True)
 
 
 def test_at_most_so_many_clients_are_evaluated():

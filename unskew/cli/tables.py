@@ -12,7 +12,7 @@ from rich.table import Table
 
 from unskew.attacks.registry import divergence_remedy
 from unskew.cli.fit_table import ReflowTable, table_of
-from unskew.comparison.references import records_of_clients, trains_global_model
+from unskew.comparison.references import records_of_clients
 from unskew.comparison.summary_statistics import interval_of
 from unskew.data.readers.column_roles import describe_roles
 from unskew.tasks.formatting import (
@@ -110,7 +110,7 @@ EVALUATED = {
 
 def summary_table(summary: dict[str, Any]) -> Table:
     """Build the table that ``unskew run`` prints at the end; without a global model, it has metrics of clients only."""
-    with_global = trains_global_model(str(summary["method"]))
+    with_global = summary.get("global_model", True)
     summary = summary if with_global else records_of_clients((), summary, ())[1]
     table = Table(show_header=False, title=str(summary["method"]), title_justify="left")
     table.add_column(style="bold")

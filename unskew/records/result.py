@@ -88,11 +88,8 @@ class Result:
         return plot_convergence({self.summary["method"]: [self.history]}, path, objective_metric(self.summary))
 
     def _shown(self) -> dict[str, Any]:
-        from unskew.comparison.references import OF_CLIENTS, trains_global_model
-
         judged = objective_metric(self.summary).name
-        of_clients = f"{OF_CLIENTS}{judged}_mean"
-        names = (judged, f"best_{judged}") if trains_global_model(self.summary["method"]) else (of_clients,)
+        names = (judged, f"best_{judged}") if self.summary.get("global_model", True) else (f"personal_{judged}_mean",)
         return {name: self.summary[name] for name in ("method", "rounds", *names) if name in self.summary}
 
     def __repr__(self) -> str:

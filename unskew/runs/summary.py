@@ -78,6 +78,7 @@ def summarize(
         "clients": len(federation.clients),
         "seed": config.seed,
         "rounds": len(recorder.history),
+        **({} if method.sync is None or method.sync.trains_global_model else {"global_model": False}),
         "model": config.model,
         "parameters": spec.largest_size,
         **({"model_parameters": [each.size for each in spec.architectures]} if spec.others else {}),
