@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from unskew.benchmark.results import FederationResults, View, diverged, read_results
@@ -66,9 +66,10 @@ class BenchmarkMarks:
         own = [each.differences(view) for each in self.results_of(suite) if methods[0] in each.outcomes]
         body = []
         for name in methods:
-            means, verdicts = _means_and_verdicts(own, name)
+            found = [each[name] for each in own if name in each]
+            means, verdicts = [one.mean for one in found], [one.verdict for one in found]
             middle = [f"{of(means):+.1f}" if means else "" for of in (statistics.median, statistics.fmean)]
-            counts = [len(means), sum(mean > 0 for mean in means), *map(verdicts.count, ("better", "worse"))]
+            counts = [len(means), sum(mean > 0 for mean in means), verdicts.count("better"), verdicts.count("worse")]
             row = [f"`{name}`", *map(str, counts[:2]), *middle, *map(str, counts[2:])]
             if other:
                 both = [each for each in own if {name, other} <= each.keys()]
@@ -228,9 +229,3 @@ def _counted(differences: Sequence[Difference], tested: bool = True, mean: bool 
         if number:
             notes.append(f"{number} decided {name}{ending if number > 1 else ''}")
     return f"{sum(value > 0 for value in means)} of {len(means)} ({', '.join(notes)})"
-
-
-def _means_and_verdicts(differences: Sequence[Mapping[str, Difference]], method: str) -> tuple[list[float], list[str]]:
-    """Return the mean differences of a method and their verdicts, on the federations that have them."""
-    found = [own[method] for own in differences if method in own]
-    return [difference.mean for difference in found], [difference.verdict for difference in found]

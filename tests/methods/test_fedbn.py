@@ -169,7 +169,7 @@ def test_a_model_without_batchnorm_is_that_of_fedavg_and_it_is_told():
 
 
 def test_statistics_without_trained_parameters_are_averaged_unless_buffers_are_local():
-    """Of a client that takes part for the second time; a warning says that they are averaged."""
+    """In a client's second round its statistics are those of the server; a warning says that they are averaged."""
     starts = []
 
     class Watch(unskew.ClientRule):

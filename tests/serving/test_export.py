@@ -181,7 +181,7 @@ def test_the_card_says_what_the_runs_say(tmp_path):
 
 
 def accuracy_cost(y, p):
-    """Twelve per wrong class, which is no share."""
+    """Its values are not between 0 and 1, so they are not percentages."""
     return 12.0 * float((p.argmax(1) != y).mean())
 
 

@@ -245,7 +245,7 @@ def assess_benefit(
     """Compare the best methods with the references and a constant; None if no client was evaluated.
 
     The best global model is that of the best method on the test set, which is not used here. The best personal models have
-    the best mean over clients. Methods with diverged seeds are chosen only if there are no others.
+    the best mean over clients. Methods with diverged seeds are chosen only if all have some.
 
     Args:
         summaries: Summary of each run, by method.

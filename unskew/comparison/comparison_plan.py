@@ -301,15 +301,15 @@ def seed_list(seeds: int | str | Sequence[int]) -> list[int]:
     """
     if isinstance(seeds, str):
         return parse_seed_list(seeds)
-    if isinstance(seeds, int) and not isinstance(seeds, bool) and not 1 <= seeds <= MOST_SEEDS:
-        raise ConfigError(
-            f"seeds={short_repr(seeds)} is not valid: the number of seeds must be from 1 to {MOST_SEEDS}."
-        )
     wrong = ConfigError(
         f"seeds must be a number of seeds or a list of seeds such as [0, 1, 7], not {short_repr(seeds)}."
     )
     if isinstance(seeds, bool):
         raise wrong
+    if isinstance(seeds, int) and not 1 <= seeds <= MOST_SEEDS:
+        raise ConfigError(
+            f"seeds={short_repr(seeds)} is not valid: the number of seeds must be from 1 to {MOST_SEEDS}."
+        )
     which = list(range(seeds)) if isinstance(seeds, int) else list_items(seeds, wrong)
     for seed in which:
         if isinstance(seed, bool) or not isinstance(seed, Integral) or not 0 <= int(seed) < 2**63:

@@ -149,7 +149,7 @@ class Comparison(NotebookTable):
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
-        They are over the seeds in which a metric is defined; there is no standard deviation of a single value.
+        Only seeds in which a metric is defined count. The standard deviation of a single value is None.
 
         ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
         true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are

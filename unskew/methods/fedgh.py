@@ -59,7 +59,7 @@ class FedGH(ClassMeans):
     batch: Annotated[int, Field(ge=1)] = 10
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that every option has an effect, and that the head is trained and has one shape.
+        """Validate that the head is trained, and that it has one shape.
 
         Args:
             run: Run to check, with its configuration, federation and model.

@@ -80,7 +80,7 @@ def describe_error(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class TrainingPass:
-    """What a pass of a module in training mode does besides its outputs.
+    """Side effects of a pass of a module in training mode.
 
     Attributes:
         draws_globally: Whether it draws from the global generators of PyTorch, NumPy or Python.

@@ -28,7 +28,7 @@ def verdict(part: RunGroup) -> list[str]:
     """Return whether it helps, the best method by the objective, whether its lead is conclusive, and its cost.
 
     Reference rows are ignored. The lead is over the second best method, paired by seed. Methods with diverged seeds are
-    the best only if there are no others, and have no lead.
+    the best only if all methods have some, and have no lead.
     """
     answers = benefit_sentences(part.comparison.benefit)
     judge = part.objective

@@ -137,7 +137,7 @@ def trains_alone(spec: ModelSpec) -> bool:
     """Return whether clients are trained one at a time.
 
     One client of a pretrained model fills a device. Random numbers that a model draws itself would differ in a mapping, and
-    integer buffers are no part of what is mapped.
+    integer buffers are not mapped.
     """
     pretrained = any(type(part).__module__.startswith("transformers.") for part in spec.module.modules())
     return pretrained or spec.draws_globally or spec.counts
