@@ -91,7 +91,7 @@ test-kernels: .venv/installed  ## all methods on the engines with sums in anothe
 	ATEN_CPU_CAPABILITY=default $(TEST) -m "not slow" tests/engines/test_registry.py tests/methods/fedcog/test_fedcog.py
 
 test-methods: .venv/installed  ## of the slow tests, all methods and compositions on all engines, all data and models, the tutorials
-	$(TEST) -m slow tests/methods tests/protocol tests/engines/test_registry.py tests/tasks/test_classification.py tests/conformance \
+	$(TEST) -m "slow and not fuzz" tests/methods tests/protocol tests/engines/test_registry.py tests/tasks/test_classification.py tests/conformance \
 	  tests/simulation tests/models tests/generators tests/data tests/runs/test_assembly.py tests/records/test_recorder.py \
 	  tests/runs/test_parallel.py tests/docs/test_methods_page.py tests/docs/test_tutorials.py
 

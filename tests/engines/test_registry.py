@@ -143,7 +143,7 @@ def test_the_operators_of_a_model_of_unknown_layers_are_mapped(engine, method, n
         def forward(self, x):
             return super().forward(self.slope(x))
 
-    given = {"method": method, "engine": engine, "rounds": 2, "lr": 0.1}
+    given = {"method": method, "engine": engine, "rounds": 2, "local_epochs": 2, "lr": 0.1}
     torch.manual_seed(0)
     model = Other()
     one, several = (unskew.run(blobs(SIZES), model=model, clients_per_group=n, **given).vector for n in (1, 3))

@@ -146,9 +146,9 @@ def test_pfedme_finds_the_minimum_of_the_moreau_envelopes():
     p = shares(A)
     left = sum(w * m @ h for w, m, h in zip(p, M, H, strict=True))
     best = np.linalg.solve(left, sum(w * m @ q for w, m, q in zip(p, M, c, strict=True)))
-    training = Training(local_steps=1, batch_size=100, lr=0.4, precision="fp64")
-    federated = Quadratics(A, b, "pfedme:lam=2,K=200,eta_p=0.1,decay=0", training)
-    federated.rounds(300)
+    training = Training(local_steps=1, batch_size=100, lr=1.5, precision="fp64")
+    federated = Quadratics(A, b, "pfedme:lam=2,K=40,eta_p=0.25,decay=0", training)
+    federated.rounds(100)
     assert_close(federated.server.state.v.numpy(), best, TRAINING)
     for k, (h, q) in enumerate(zip(H, c, strict=True)):
         point = np.linalg.solve(h + lam * eye, q + lam * best)

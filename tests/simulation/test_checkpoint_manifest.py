@@ -138,6 +138,7 @@ def test_a_forged_manifest_is_refused_in_a_sentence(run, name):
 
 
 @pytest.mark.slow
+@pytest.mark.fuzz
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
 def test_every_forged_manifest_value_is_rejected(run, place, way):
