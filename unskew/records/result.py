@@ -65,7 +65,7 @@ class Result:
             x: Inputs as in the training data, ``[n, ...]``.
 
         Raises:
-            ConfigError: If this result does not know the input format of its model.
+            ConfigError: If this result does not know the input format of its model, or the method trains no global model.
             DataError: If the inputs have another shape or dtype.
         """
         if self.predictor is None:

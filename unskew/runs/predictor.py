@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,7 +15,9 @@ from unskew.data.readers.images import convert_channels, resize_images
 from unskew.data.validation import as_inputs
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, DataError, abbreviate
+from unskew.models.spec import ModelSpec
 from unskew.progress import report_progress
+from unskew.protocol.rules import Method
 from unskew.records.notebook import NotebookTable
 from unskew.runs.input_spec import InputSpec
 
@@ -166,3 +171,68 @@ class Predictor(NotebookTable):
 def shape_text(shape: tuple[int, ...]) -> str:
     """Format a shape, such as ``3 x 32 x 32``."""
     return " x ".join(map(str, shape)) if shape else "one number"
+
+
+def initial_values_note(method: Method, spec: ModelSpec) -> str:
+    """Return a note on the parameters of the global model that no client sends; empty if all are sent.
+
+    Args:
+        method: Method of the run.
+        spec: Layout of the model.
+    """
+    slices = method.sync.local_slices(spec) if method.sync is not None else ()
+    if method.sync is None or not slices:
+        return ""
+    share = sum(part.stop - part.start for part in slices) / spec.size
+    return (
+        f"With {method.sync.name}, {100 * share:.3g} % of the parameters stay at the clients; in the global model they have "
+        "their initial values."
+    )
+
+
+def check_global_model(method: Method, spelling: str) -> None:
+    """Validate that a method trains a global model.
+
+    Args:
+        method: Method of the run.
+        spelling: Its name for the message.
+
+    Raises:
+        ConfigError: If it trains only models of the clients.
+    """
+    if not all(rule.trains_global_model for rule in method.rules):
+        raise ConfigError(
+            f"{spelling} trains no global model, only one model for each client. Choose a client with --client or "
+            "--client-number (client= or client_number= of load_predictor)."
+        )
+
+
+def final_predictor(
+    method: Method, spelling: str, module: nn.Module, inputs: InputSpec, spec: ModelSpec
+) -> Callable[[], Predictor]:
+    """Return the function that creates the predictor of the final global model.
+
+    It raises ``ConfigError`` if the method trains no global model, and warns of parameters that no client sent.
+
+    Args:
+        method: Method of the run.
+        spelling: Its name for the message.
+        module: Final global model.
+        inputs: Input specification of the model.
+        spec: Layout of the model.
+    """
+    try:
+        check_global_model(method, spelling)
+    except ConfigError as error:
+        return partial(_raise, error)
+    return partial(_with_note, initial_values_note(method, spec), module, inputs, spec.dtype)
+
+
+def _raise(error: ConfigError) -> Predictor:
+    raise error
+
+
+def _with_note(note: str, module: nn.Module, inputs: InputSpec, dtype: torch.dtype) -> Predictor:
+    if note:
+        warnings.warn(note, RuntimeWarning, stacklevel=3)
+    return Predictor(module, inputs, dtype)

@@ -22,7 +22,7 @@ from unskew.runs.coefficients import compute_coefficients
 from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
 from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
-from unskew.runs.predictor import Predictor
+from unskew.runs.predictor import final_predictor
 from unskew.runs.run_checkpoints import RunCheckpoints
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import add_rule_fields, counted_class_names, kept_metrics, summarize
@@ -144,7 +144,8 @@ class Session:
         module = parts.spec.load(*self.server.selection.evaluated).cpu()
         plots = METHOD_PLOTS.get(self.server.setup.rule.name, lambda history, folder: None)
         draw = partial(plots, self.recorder.history)
-        predictor = partial(Predictor, module, input_spec_of(self.evaluator.federation, config), parts.spec.dtype)
+        inputs = input_spec_of(self.evaluator.federation, config)
+        predictor = final_predictor(parts.method, config.method, module, inputs, parts.spec)
         history, vector = self.recorder.history, self.server.selection.evaluated[0].cpu()
         return Result(history, summary, module, vector, parts.folder, draw, clients, predictor)
 

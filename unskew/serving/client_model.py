@@ -19,6 +19,7 @@ from unskew.protocol.messages import PERSONAL, ClientState, Tensors
 from unskew.protocol.rules import Method
 from unskew.records.result import read_summary
 from unskew.runs.personal_model_files import NAME, load_personal_model
+from unskew.runs.predictor import initial_values_note
 from unskew.simulation.checkpoint import CLIENTS, checkpoint_errors, newest_checkpoint
 from unskew.simulation.personal_models import has_fine_tuning, has_personal_models, serving_model
 
@@ -127,23 +128,6 @@ def model_of_client(
         "no round, or its model stays at its site."
     )
     return v, b, f"{cause} {initial_values_note(method, spec)}".rstrip()
-
-
-def initial_values_note(method: Method, spec: ModelSpec) -> str:
-    """Return a note on the parameters of the global model that no client sends; empty if all are sent.
-
-    Args:
-        method: Method of the run.
-        spec: Layout of the model.
-    """
-    slices = method.sync.local_slices(spec) if method.sync is not None else ()
-    if method.sync is None or not slices:
-        return ""
-    share = sum(part.stop - part.start for part in slices) / spec.size
-    return (
-        f"With {method.sync.name}, {100 * share:.3g} % of the parameters stay at the clients; in the global model they have "
-        "their initial values."
-    )
 
 
 def _tuned(

@@ -27,8 +27,8 @@ from unskew.models.spec import ModelSpec
 from unskew.runs.build_model import ModelLike, initial_spec
 from unskew.runs.input_spec import NAME as INPUTS
 from unskew.runs.input_spec import InputSpec, read_inputs
-from unskew.runs.predictor import Predictor
-from unskew.serving.client_model import ServedClient, find_client, initial_values_note, model_of_client
+from unskew.runs.predictor import Predictor, check_global_model, initial_values_note
+from unskew.serving.client_model import ServedClient, find_client, model_of_client
 from unskew.serving.evaluation import evaluate_rows
 from unskew.serving.input_files import read_rows
 from unskew.simulation.checkpoint import checkpoint_errors
@@ -187,12 +187,8 @@ def check_trained(opened: OpenedRun) -> None:
     Raises:
         ConfigError: If no client is chosen, and the method trains no global model.
     """
-    method = opened.config.method
-    if opened.client is None and not all(rule.trains_global_model for rule in method_of(method).rules):
-        raise ConfigError(
-            f"{method} trains no global model, only one model for each client. Choose a client with --client or "
-            "--client-number (client= or client_number=)."
-        )
+    if opened.client is None:
+        check_global_model(method_of(opened.config.method), opened.config.method)
     if opened.note:
         warnings.warn(opened.note, RuntimeWarning, stacklevel=3)
 
