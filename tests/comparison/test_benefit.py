@@ -317,6 +317,9 @@ def test_estimates_of_clients_without_intervals_are_compared_but_not_tested():
     pairs = found.at_clients("federated", "local")
     assert [pair.decision(False) for pair in pairs] == ["untested"] * 3
     assert difference(found.clients[2].estimate("federated"), found.clients[2].estimate("local")).value == 0.2
+    sentence = benefit_sentences(found)[0]
+    assert "at 2 of 3 clients and behind at 0 (single clients are not tested)" in sentence
+    assert "significantly" not in sentence
 
 
 def test_small_clients_are_named_and_left_out_of_the_means():

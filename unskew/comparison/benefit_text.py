@@ -91,8 +91,10 @@ def _counts(benefit: Benefit, model: str, base: str, title: str) -> str:
     metric, pairs = benefit.metric, [pair for pair in benefit.at_clients(model, base) if pair is not None]
     decided = benefit.decisions(model, base)
     signs = Counter(np.sign(metric.rank(pair.value)) for pair in pairs)
-    text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients ({decided['gain']} significantly) and behind at "
-    text += f"{signs[-1]} ({decided['loss']} significantly)"
+    tested = any(pair.p is not None for pair in pairs)
+    gains, losses = (f" ({decided[kind]} significantly)" if tested else "" for kind in ("gain", "loss"))
+    text = f"ahead of {title} at {signs[1]} of {len(pairs)} clients{gains} and behind at {signs[-1]}{losses}"
+    text += "" if tested else " (single clients are not tested)"
     mean = benefit.over_clients(model, base)
     if mean is None:
         return text
