@@ -152,6 +152,23 @@ def test_a_client_is_evaluated_and_served_with_its_own_architecture(tmp_path):
         assert any("the initial model of its architecture serves it" in str(n.message) for n in notes) is (k not in own)
 
 
+def test_unseen_clients_are_evaluated_with_the_initial_model_of_their_architecture(tmp_path):
+    """With the model that serves them, on the samples that the partition gives them."""
+    data = {key: DIGITS[key] for key in ("data", "partition", "holdout")}
+    fed = unskew.load_federation(**data, clients=7, unseen=0.3)
+    assert (len(fed.clients), len(fed.unseen)) == (5, 2)
+    given = {"rounds": 1, "local_steps": 1, "engine": "inline", "precision": "fp64"}
+    result = unskew.run(fed, model=[*MIXED, "logistic"], method="local", out=tmp_path / "run", **given)
+    rows = [row for row in result.clients if row.get("unseen")]
+    assert [row["client"] for row in rows] == [5, 6]
+    for row, client in zip(rows, fed.unseen, strict=True):
+        with pytest.warns(RuntimeWarning, match="the initial model of its architecture serves it"):
+            served = unskew.load_predictor(tmp_path / "run", client_number=row["client"])
+        chances, y = torch.as_tensor(served.predict_proba(client.x_test)).double(), client.y_test
+        assert row["accuracy"] == pytest.approx(float((chances.argmax(1) == y).double().mean()))
+        assert row["loss"] == pytest.approx(float(-chances[range(len(y)), y].log().mean()), rel=1e-5)
+
+
 @pytest.mark.parametrize("buffers", ["average", "local"])
 @pytest.mark.parametrize("method", METHODS)
 def test_two_equal_architectures_are_one_model(method, buffers, tmp_path):

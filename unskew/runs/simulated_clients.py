@@ -184,18 +184,25 @@ class SimulatedClients:
         unseen = replace(known, clients=known.unseen, client_names=names, unseen=(), stats_traffic=None)
         unseen = replace(unseen, text_groups=None)
 
-        def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
-            v, b = server.selection.evaluated
-            evaluator = Evaluator(parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed)
-            return evaluator.evaluate_clients(v, b, config.eval_clients, config.seed, own, each=True)
+        first, final = len(known.clients), server.selection.evaluated
 
-        scores, own = evaluate(None), None
-        complete = evaluate(None, replace(unseen, clients=AllSamples(unseen.clients)))
+        def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
+            evaluator = Evaluator(
+                parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed, first
+            )
+            return evaluator.evaluate_clients(*final, config.eval_clients, config.seed, own, each=True)
+
+        def initial(clients: Sequence[int]) -> Served:
+            yield from (server.broadcaster.model_for(first + k, final) for k in clients)
+
+        common = initial if parts.spec.others else None
+        scores, own = evaluate(common), None
+        complete = evaluate(common, replace(unseen, clients=AllSamples(unseen.clients)))
         if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
             engine = make_engine(name, replace(parts.setup, federation=every))
-            first, at_once = len(known.clients), parts.sampler.size
+            at_once = parts.sampler.size
 
             def tuned(clients: Sequence[int]) -> Served:
                 ids = [first + k for k in clients]

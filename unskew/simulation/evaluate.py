@@ -53,6 +53,7 @@ class Evaluator:
         task: Task that defines loss and correctness.
         device: Device of the evaluation.
         metrics: Metrics computed from all predictions at once.
+        first: Number of the first client, on which its architecture depends; above 0 for unseen clients.
 
     Attributes:
         architectures: Evaluator of each architecture, if clients have models of different ones.
@@ -65,7 +66,9 @@ class Evaluator:
         task: Task,
         device: torch.device,
         metrics: MetricSet | None = None,
+        first: int = 0,
     ):
+        self.first = first
         self.federation = federation
         self.task = task
         self.metrics = MetricSet() if metrics is None else metrics
@@ -294,7 +297,7 @@ class Evaluator:
             client: Data of the client.
             each: Whether to compute all metrics, in addition to the primary metric and the loss.
         """
-        own = self.architectures[client.id % len(self.architectures)]
+        own = self.architectures[(self.first + client.id) % len(self.architectures)]
         if own is not self:
             return own.evaluate_client(v, b, client, each)
         if len(client.y_test):

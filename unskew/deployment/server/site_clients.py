@@ -198,7 +198,8 @@ class SiteClients(SimulatedClients):
         hidden = self.engine.wire_context.site_noise is not None  # sites do not report their class counts
         if not who and most and not tunes and not hidden:
             # Estimate from the accuracy per class, because the server knows each site's class counts.
-            scores = parts.evaluator.evaluate_clients(*server.selection.evaluated, most, config.seed)
+            initial = (lambda clients: (model_for(k, final) for k in clients)) if parts.spec.others else None
+            scores = parts.evaluator.evaluate_clients(*final, most, config.seed, initial)
         metrics = client_metrics(scores, own, parts.metrics, federation.client_names)
         return metrics, client_rows(federation, scores, own, server.clients.last_rounds)
 
