@@ -181,6 +181,18 @@ def test_statistics_that_are_sent_without_the_model_are_counted():
     assert summary["average"]["bytes_up"] - 2 * 2 * 4 * 8 == 2 * 2 * 4 * 2 == summary["local"]["bytes_up"]
 
 
+@pytest.mark.parametrize(("secure", "size"), [("off", 4), ("required", 8)])
+def test_statistics_that_are_sent_for_evaluation_alone_are_reports(secure, size):
+    """8 of them by 3 clients in 2 rounds; a masked number has 8 bytes."""
+    given = {"model": SmallBatchNorm(), "rounds": 2, "engine": "inline", "secure_aggregation": secure}
+    fed, numbers = blobs([6, 9, 7]), 2 * 3 * 8
+    average, local = (unskew.run(fed, buffers=b, **given).summary for b in ("average", "local"))
+    assert average["buffer_bytes_up"] == size * numbers == local["report_bytes_up"]
+    assert "report_bytes_up" not in average
+    assert local["buffer_bytes_up"] == 0
+    assert average["bytes_up"] - local["bytes_up"] == size * numbers
+
+
 def test_rules_that_read_single_updates_reject_different_slices():
     with pytest.raises(
         ConfigError, match=r"evenodd.exchanged_slices gives clients different slices .* reads single updates"

@@ -164,14 +164,16 @@ class TrafficMeter:
         setup, d = self.setup, update.delta
         buffers = 0 if setup.buffers == "local" else buffer_bytes(setup.spec, up, update.buffers)
         extra = update.upload if upload is None else upload
-        masked = update.masked if isinstance(update, SummedUpdate) else False
-        if masked or setup.federation_info.plan.masked:
+        if self._is_masked(update):
             uploads = sum(t.numel() for tensors in extra.values() for t in tensors.values())
             numbers = uploads + (slices_length(up, len(d)) if self._sends_model else 0)
-            return MASKED_NUMBER * numbers, MASKED_NUMBER * update.buffers.numel()
+            return MASKED_NUMBER * numbers, 0 if setup.buffers == "local" else MASKED_NUMBER * update.buffers.numel()
         if isinstance(update, Update) and update.sent_bytes is not None:
             return update.sent_bytes, buffers
         return (slice_bytes(up, d) if self._sends_model else 0) + extra_bytes(extra, up, d), buffers
+
+    def _is_masked(self, update: Update | SummedUpdate) -> bool:
+        return self.setup.federation_info.plan.masked or (isinstance(update, SummedUpdate) and update.masked)
 
     def count_update(self, update: Update | SummedUpdate, client: int, up: Slices | None) -> None:
         """Count one client's update, see ``upload_sizes``.
@@ -188,4 +190,5 @@ class TrafficMeter:
         self.total.reports += num_bytes(report.values())
         averaged = self.setup.buffers == "local" and not self.setup.spec.others
         if averaged or report:  # all other buffers are averaged only for evaluation
-            self.total.reports += num_bytes([update.buffers]) - buffers
+            whole = MASKED_NUMBER * update.buffers.numel() if self._is_masked(update) else num_bytes([update.buffers])
+            self.total.reports += whole - buffers
