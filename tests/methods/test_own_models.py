@@ -231,6 +231,29 @@ def test_a_checkpoint_of_other_models_is_not_called_corrupted(tmp_path):
         unskew.load_predictor(tmp_path / "run")
 
 
+@pytest.mark.parametrize("way", ["resumed", "branched"])
+def test_clients_that_never_took_part_go_on_from_the_initial_models_of_the_run(way, tmp_path):
+    """Also if the modules that are passed again have other values."""
+    given = {**DIGITS, "method": "local", "participation": 0.2, "engine": "inline", "precision": "fp64"}
+    fed = unskew.load_federation(**{key: DIGITS[key] for key in ("data", "clients", "partition", "holdout")})
+
+    def nets(seed):
+        torch.manual_seed(seed)
+        return [nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.Linear(width, 10)) for width in (4, 5)]
+
+    given = {key: value for key, value in given.items() if key not in DIGITS or key in ("local_epochs", "lr")}
+    whole = unskew.run(fed, model=nets(0), rounds=4, out=tmp_path / "whole", **given)
+    unskew.run(fed, model=nets(0), rounds=1, out=tmp_path / "part", **given)
+    if way == "resumed":
+        again = unskew.resume(tmp_path / "part", rounds=4, federation=fed, model=nets(1))
+    else:
+        again = unskew.run(
+            fed, model=nets(1), rounds=4, start_from=str(tmp_path / "part"), out=tmp_path / "again", **given
+        )
+    assert again.clients == whole.clients
+    assert again.history[-1]["train_loss"] == whole.history[-1]["train_loss"]
+
+
 @pytest.mark.parametrize("count", [3, 4])
 def test_models_that_no_client_has_give_a_warning(count):
     options = {**DIGITS, "clients": 3, "partition": "iid", "method": "local", "rounds": 1, "engine": "inline"}

@@ -189,7 +189,7 @@ def comparison_table(part: RunGroup, references: bool = False) -> Table | None:
     titles = ["method", "seeds", *columns, f"rounds to {value_text(judge, part.target, sign=' %')}", *COST]
     if references:
         return Table("references", REFERENCES_TITLE, titles, lines)
-    note = target_note(rows[0])
+    note = target_note(rows)
     return Table("comparison", f"Test {judge.title}, {std_note(part)}{f'. {note}' if note else ''}", titles, lines)
 
 

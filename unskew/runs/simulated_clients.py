@@ -187,9 +187,7 @@ class SimulatedClients:
         first, final = len(known.clients), server.selection.evaluated
 
         def evaluate(own: Models | None, federation: Federation = unseen) -> ClientScores:
-            evaluator = Evaluator(
-                parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed, first
-            )
+            evaluator = Evaluator(parts.spec, federation, parts.task, parts.setup.device, parts.metrics.computed, first)
             return evaluator.evaluate_clients(*final, config.eval_clients, config.seed, own, each=True)
 
         def initial(clients: Sequence[int]) -> Served:

@@ -132,6 +132,11 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         raise ConfigError(
             f"diagnose={of_one_round[0]} compares the clients of one round and does not support {which}. Remove one."
         )
+    if spec.others and config.secure_aggregation == "required":
+        raise ConfigError(
+            "secure_aggregation=required sums updates of one model, but the clients have several. Use one model, or turn it "
+            "off."
+        )
     if spec.others and of_clients:
         raise ConfigError(
             f"diagnose={of_clients[0]} compares models or updates of clients, which here have different architectures. "

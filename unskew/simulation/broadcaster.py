@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from unskew.protocol.messages import Broadcast, Slices
+from unskew.protocol.messages import Broadcast, Slices, Tensors
 from unskew.protocol.rules import changes_updates, most_final_steps
 from unskew.simulation.client_records import ClientRecords
 from unskew.simulation.model_selection import ModelPair
@@ -29,6 +29,7 @@ class Broadcaster:
     Attributes:
         exchange: Slices of the model that clients exchange.
         wants_models: Whether clients report their whole models in evaluated rounds if updates do not determine them.
+        initial: Initial model ``N/v [d]`` and buffers ``N/b [m]`` of each architecture ``N``, if clients have different ones.
     """
 
     def __init__(self, setup: ServerSetup, state: ServerState, clients: ClientRecords, traffic: TrafficMeter):
@@ -41,7 +42,9 @@ class Broadcaster:
         self.wants_models = "mean_model" in setup.needs and setup.method.aggregate is None
         self._initial_buffers = setup.spec.flatten_buffers()
         several = setup.spec.architectures if setup.spec.others else ()
-        self._initial = [(spec.flatten(), spec.flatten_buffers()) for spec in several]
+        self.initial: Tensors = {}
+        for number, spec in enumerate(several):
+            self.initial |= {f"{number}/v": spec.flatten(), f"{number}/b": spec.flatten_buffers()}
 
     def request_models(self) -> None:
         """Let clients report their whole models, for measurements."""
@@ -54,7 +57,10 @@ class Broadcaster:
             client: Client number.
             model: Parameters and buffers of the model that other clients get.
         """
-        return self._initial[client % len(self._initial)] if self._initial else model
+        if not self.initial:
+            return model
+        number = client % len(self.setup.spec.architectures)
+        return self.initial[f"{number}/v"], self.initial[f"{number}/b"]
 
     def slices(self, round: int, client: int) -> tuple[Slices | None, Slices | None]:
         """Return the slices that a client downloads and uploads; None for all.
@@ -197,7 +203,7 @@ class Broadcaster:
             initial=() if accepted is not None or down is None else complement_slices(down, len(v)),
             accepted=accepted,
             **{
-                "b": b if self.setup.buffers == "average" or self._initial else self._initial_buffers,
+                "b": b if self.setup.buffers == "average" or self.initial else self._initial_buffers,
                 "download": {name: tensors for name, tensors in extra.items() if tensors},
                 "keeps_optimizer": "optimizer" in self.setup.needs,
                 **fields,

@@ -46,6 +46,7 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
         state.restore(stored.server_rule, rules, stored.b, manifest["version"])
         state.waiting.restore(stored.waiting, manifest["waiting"], stored.b.device)
         server.selection.restore(stored.mean, stored.best)
+        _check_initial(path, stored, server)
         for kind, observed in server.observed.items():
             observed.update(stored.observed[kind])
         clients = server.clients
@@ -81,6 +82,8 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
 
 def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
     stored, setup, state = _read_server(path, manifest, server), server.setup, server.state
+    _check_initial(path, stored, server)
+    server.broadcaster.initial.update(stored.observed["initial"])
     method, known = setup.method, () if before is None else before.halves
     v = stored.server_rule["v"]
     server_rule = setup.rule.init(v, setup.federation_info)
@@ -130,6 +133,12 @@ OTHER_MODEL = (
     "The checkpoint {path} was written for another model. Use the model of its run, or the same models in the same order if "
     "clients have different ones."
 )
+
+
+def _check_initial(path: Path, stored: StoredServer, server: Server) -> None:
+    """Validate that clients have models of the same architectures as in the run."""
+    if tensor_shapes(stored.observed["initial"]) != tensor_shapes(server.broadcaster.initial):
+        raise CheckpointError(OTHER_MODEL.format(path=path))
 
 
 class StoredServer(NamedTuple):

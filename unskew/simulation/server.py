@@ -34,7 +34,7 @@ class Server:
         selection: Selects the model to evaluate and to return.
         aggregator: Applies updates.
         observed: State of simulated attackers (``attack``), of diagnostics (``measured``) and of the sampler of clients
-            (``sampler``), which checkpoints store.
+            (``sampler``), and the initial models of several architectures (``initial``), which checkpoints store.
     """
 
     def __init__(self, setup: ServerSetup, store: ClientStore | None = None, cache: ClientStore | None = None):
@@ -45,7 +45,9 @@ class Server:
         self.broadcaster = Broadcaster(setup, self.state, self.clients, self.traffic)
         self.selection = ModelSelection(self.state)
         self.aggregator = Aggregator(self.broadcaster, self.selection)
-        self.observed: dict[str, Tensors] = {"attack": {}, "measured": {}, "sampler": {}}
+        self.observed: dict[str, Tensors] = {
+            "attack": {}, "measured": {}, "sampler": {}, "initial": self.broadcaster.initial,
+        }  # fmt: skip
 
     def tensors(self) -> Tensors:
         """Return all tensors of the server, by name."""

@@ -49,18 +49,22 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
     return format_number(value, spread)
 
 
-def target_note(row: Mapping[str, Any]) -> str:
+def target_note(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a note, to follow a table's title, if a constant prediction reaches the target; otherwise nothing.
 
-    Args:
-        row: Row of a comparison.
+    There is none if no method trains a global model, because no rounds to the target are counted then.
 
-    >>> target_note({"accuracy": 0.8, "objective": "accuracy", "target": 0.72, "constant_accuracy": 0.75})
-    'A constant prediction, which scores 75.0 %, reaches the target of 72.0 %.'
+    Args:
+        rows: Rows of a comparison.
+
+    >>> row = {"accuracy": 0.8, "objective": "accuracy", "target": 0.72, "constant_accuracy": 0.75}
+    >>> target_note([row]), target_note([{**row, "accuracy": None}])
+    ('A constant prediction, which scores 75.0 %, reaches the target of 72.0 %.', '')
     """
+    row = rows[0]
     judge = objective_metric(row)
     constant = row.get(f"constant_{judge.name}")
-    if constant is None or judge.rank(constant) < judge.rank(row["target"]):
+    if constant is None or all(one[judge.name] is None for one in rows) or judge.rank(constant) < judge.rank(row["target"]):
         return ""
     constant, target = (value_text(judge, value, sign=" %") for value in (constant, row["target"]))
     return f"A constant prediction, which scores {constant}, reaches the target of {target}."

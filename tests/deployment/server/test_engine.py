@@ -124,7 +124,7 @@ def test_each_site_trains_its_own_architecture(method, buffers, tmp_path):
 
 def test_masked_sums_of_different_architectures_are_rejected(tmp_path):
     options = {"method": "fedproto", "model": "mlp,mlp", "secure_aggregation": "required"}
-    with pytest.raises(ConfigError, match="secure aggregation sums updates of one model"):
+    with pytest.raises(ConfigError, match="secure_aggregation=required sums updates of one model"):
         deployed(tmp_path, **options)
 
 

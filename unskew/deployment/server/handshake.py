@@ -53,11 +53,6 @@ def check_method_over_sites(
     """
     reference = apply_task_options(reference, config.loss, config.class_weights)
     run = resolve_run(config, reference, None, method)
-    if run.spec.others and config.secure_aggregation == "required":
-        raise ConfigError(
-            "Over sites, secure aggregation sums updates of one model, but the clients have several. Use one model, or turn "
-            "it off."
-        )
     both_ways = next((rule.name for rule in method.client if rule.compresses_broadcast), None)
     if both_ways is not None:
         raise ConfigError(
