@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from unskew.data.packing import SEPARATOR
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
@@ -197,6 +198,14 @@ class ModelSpec:
             found = inspect_training(self.module, x)
         self.draws_globally, self.unseeded_layer, self.counts = found.draws_globally, found.unseeded_layer, found.counts
 
+    def example_inputs(self) -> Tensor:
+        """Return inputs of two samples, all zeros, with texts as long as the longest one if the model separates packed texts."""
+        x = torch.zeros(2, *self.shape, dtype=self.input_dtype)
+        longest = getattr(self.module, "longest_text", None)
+        if longest is not None:
+            x[:, longest :: longest + 1] = SEPARATOR
+        return x
+
     def _trace(self) -> tuple[list[str], list[str]]:
         """Run a forward pass on zeros to validate shapes; returns names of layers and of modules in order of first use."""
         order: list[str] = []
@@ -216,13 +225,14 @@ class ModelSpec:
         training = self.module.training
         try:
             with torch.no_grad():
-                out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
+                out = self.module.eval()(self.example_inputs())
         except Exception as error:  # a model of a user may raise any error
             reason = describe_error(error)
             hint = ""
             if self.integers and getattr(self.module, "tokens", None) is not None:
+                tokens = getattr(self.module, "longest_text", None) or self.shape[0]
                 hint = (
-                    f" The longest text has {self.shape[0]} tokens. If the model has fewer positions, set text.block to a "
+                    f" The longest text has {tokens} tokens. If the model has fewer positions, set text.block to a "
                     "smaller number."
                 )
             elif self.integers:
@@ -357,7 +367,7 @@ class ModelSpec:
     def feature_shape(self) -> tuple[int, ...]:
         """Shape of one sample's features, the input of the head."""
         v = self.flatten()
-        x = torch.zeros(2, *self.shape, dtype=self.input_dtype, device=v.device)
+        x = self.example_inputs().to(v.device)
         with torch.no_grad():
             return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
 

@@ -90,9 +90,11 @@ class CausalLM(TextModel):
 
     Attributes:
         packed: Whether -2 separates texts of one row, each of which attends only to itself and has positions from 0.
+        longest_text: Number of tokens of the longest of these texts; None without packing.
     """
 
     packed = False
+    longest_text: int | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute logits at every position; those at padding and separators are meaningless."""
@@ -110,15 +112,20 @@ class CausalLM(TextModel):
         # A separator attends to itself, because a softmax needs a key, and no token attends to it.
         seen = same & (~separates[:, None, :] | (index[:, None] == index))
         mask = torch.zeros_like(seen, dtype=self.net.dtype).masked_fill(~seen, torch.finfo(self.net.dtype).min)
-        return {"attention_mask": mask[:, None], "position_ids": seen.sum(-1) - 1}
+        # Padding after the last text of a row may be longer than the model has positions.
+        return {"attention_mask": mask[:, None], "position_ids": (seen.sum(-1) - 1).masked_fill(x < 0, 0)}
 
-    def separate_texts(self) -> None:
+    def separate_texts(self, longest: int = 1) -> None:
         """Separate texts of one row at -2.
+
+        Args:
+            longest: Number of tokens of the longest text, which needs as many positions of the model.
 
         Raises:
             ConfigError: If the model cannot, because it has no positions, or no mask of any form.
         """
         self.packed, training = True, self.training
+        self.longest_text = max(longest, 1)
         try:
             with torch.no_grad():
                 joined = self.eval()(torch.tensor([[3, 4, 5, SEPARATOR, 4, 3]]))[0]
