@@ -195,15 +195,15 @@ class LocalTrainer:
         self.model.start(self.inputs.initial_buffers(broadcast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
-        # The loss of a batch is a mean over its predictions, which are the tokens of texts.
-        predictions = self.setup.task.predictions(client.y)
-        count = max(1.0, float(predictions.sum()))
-        for index in torch.split(
-            torch.arange(client.num_samples, device=client.y.device), self.setup.training.batch_size
-        ):
+        parts = torch.split(torch.arange(client.num_samples, device=client.y.device), self.setup.training.batch_size)
+        shares = [len(index) / client.num_samples for index in parts]
+        if self.setup.task.tokens:  # the loss of a batch is a mean over its tokens
+            counts = self.setup.task.predictions(client.y)
+            shares = torch.stack([counts[index].sum() / counts.sum().clamp_min(1) for index in parts]).tolist()
+        for index, share in zip(parts, shares, strict=True):
             x = self.inputs.normalize(take_rows(client.x, index))
             batch = Batch(x, client.y[index].to(device), key, torch.tensor(0))
-            total.add_(grad_fn(v, batch), alpha=float(predictions[index].sum()) / count)
+            total.add_(grad_fn(v, batch), alpha=share)
         return total
 
     def inputs_of(self, broadcast: Broadcast, plan: BatchPlan) -> dict[str, Any]:

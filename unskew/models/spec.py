@@ -199,7 +199,7 @@ class ModelSpec:
         self.draws_globally, self.unseeded_layer, self.counts = found.draws_globally, found.unseeded_layer, found.counts
 
     def example_inputs(self) -> Tensor:
-        """Return inputs of two samples, all zeros, with texts as long as the longest one if the model separates packed texts."""
+        """Return inputs of two samples, all zeros; if the model separates packed texts, these are as long as the longest."""
         x = torch.zeros(2, *self.shape, dtype=self.input_dtype)
         longest = getattr(self.module, "longest_text", None)
         if longest is not None:

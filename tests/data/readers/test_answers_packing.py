@@ -152,17 +152,28 @@ def test_packing_rejects_models_and_data_that_cannot_separate_texts(tmp_path):
 def test_packed_rows_may_be_longer_than_the_positions_of_the_model(tmp_path):
     model = {"hf": "opt", "pretrained": False, "config": {"vocab_size": 257, **OPT, "max_position_embeddings": 12}}
     text = {"prompt": "q", "answer": "a", "tokenizer": "bytes", "block": 30, "pack": True}
-    settings = {"partition": "natural:site", "rounds": 1, "lr": 0.1, "local_steps": 1, "engine": "inline", "model": model}
+    settings = {
+        "partition": "natural:site",
+        "rounds": 1,
+        "lr": 0.1,
+        "local_steps": 1,
+        "engine": "inline",
+        "model": model,
+    }
     path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
     single, packed = (
         unskew.run(data=f"text:{path}", text={**text, "pack": pack}, out=tmp_path / str(pack), **settings)
         for pack in (False, True)
     )
     spec = ModelSpec(packed.model, (29,), 257, input_dtype=torch.int64, per_token=True)
-    assert spec.example_inputs()[0].tolist() == [*[0] * 9, SEPARATOR] * 2 + [0] * 9  # 256, 2 + 1 + 5 bytes, without the end
+    assert (
+        spec.example_inputs()[0].tolist() == [*[0] * 9, SEPARATOR] * 2 + [0] * 9
+    )  # 256, 2 + 1 + 5 bytes, without the end
     assert packed.summary["parameters"] == single.summary["parameters"]
     exported = unskew.export(tmp_path / "True", "torch")
     assert exported.apart < 1e-5
     longer = write_jsonl(tmp_path / "longer.jsonl", [*ROWS, {"q": "b", "a": "x" * 20, "site": "y"}])
-    with pytest.raises(ConfigError, match=r"longest text has 23 tokens\. If .* fewer positions, set text\.block to a smaller"):
+    with pytest.raises(
+        ConfigError, match=r"longest text has 23 tokens\. If .* fewer positions, set text\.block to a smaller"
+    ):
         unskew.run(data=f"text:{longer}", text=text, **settings)
