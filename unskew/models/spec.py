@@ -198,14 +198,6 @@ class ModelSpec:
             found = inspect_training(self.module, x)
         self.draws_globally, self.unseeded_layer, self.counts = found.draws_globally, found.unseeded_layer, found.counts
 
-    def example_inputs(self) -> Tensor:
-        """Return inputs of two samples, all zeros; if the model separates packed texts, these are as long as the longest."""
-        x = torch.zeros(2, *self.shape, dtype=self.input_dtype)
-        longest = getattr(self.module, "longest_text", None)
-        if longest is not None:
-            x[:, longest :: longest + 1] = SEPARATOR
-        return x
-
     def _trace(self) -> tuple[list[str], list[str]]:
         """Run a forward pass on zeros to validate shapes; returns names of layers and of modules in order of first use."""
         order: list[str] = []
@@ -225,7 +217,7 @@ class ModelSpec:
         training = self.module.training
         try:
             with torch.no_grad():
-                out = self.module.eval()(self.example_inputs())
+                out = self.module.eval()(example_inputs(self))
         except Exception as error:  # a model of a user may raise any error
             reason = describe_error(error)
             hint = ""
@@ -367,7 +359,7 @@ class ModelSpec:
     def feature_shape(self) -> tuple[int, ...]:
         """Shape of one sample's features, the input of the head."""
         v = self.flatten()
-        x = self.example_inputs().to(v.device)
+        x = example_inputs(self).to(v.device)
         with torch.no_grad():
             return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
 
@@ -412,6 +404,19 @@ class ModelSpec:
     def __repr__(self) -> str:
         head = sum(s.stop - s.start for s in self.parts["head"])
         return f"ModelSpec(d={self.size}, body={self.size - head}, head={head}, buffers={sum(self.buffer_sizes)})"
+
+
+def example_inputs(spec: ModelSpec) -> Tensor:
+    """Return inputs of two samples, all zeros; if the model separates packed texts, these are as long as the longest.
+
+    Args:
+        spec: Layout of the model.
+    """
+    x = torch.zeros(2, *spec.shape, dtype=spec.input_dtype)
+    longest = getattr(spec.module, "longest_text", None)
+    if longest is not None:
+        x[:, longest :: longest + 1] = SEPARATOR
+    return x
 
 
 def slices_mask(slices: Sequence[slice], size: int) -> Tensor:

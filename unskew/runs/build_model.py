@@ -20,7 +20,7 @@ from unskew.methods.registry import METHODS, REFERENCES, rule_class
 from unskew.models.names import split_models
 from unskew.models.registry import ModelLike as OneModel
 from unskew.models.registry import resolve_model
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, example_inputs
 from unskew.models.user_modules import copy_module
 from unskew.models.zoo.hf_wrappers import CausalLM
 from unskew.protocol.rules import Method
@@ -130,7 +130,7 @@ def _build_spec(
                 # ModelSpec rejects a head that is passed and not trained, as those of language models are.
                 spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
     normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, torch.device("cpu"))
-    spec.inspect_training(normalize(x[:2].cpu()) if len(x) > 1 else spec.example_inputs())
+    spec.inspect_training(normalize(x[:2].cpu()) if len(x) > 1 else example_inputs(spec))
     return spec
 
 

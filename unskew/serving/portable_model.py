@@ -107,7 +107,8 @@ def example_inputs(opened: OpenedRun, count: int) -> Tensor:
         ids = torch.randint(0, getattr(opened.module, "tokens", None) or FEWEST, shape, generator=draws)
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
         if getattr(opened.module, "packed", False):  # a row may be longer than the model has positions
-            longest: int = getattr(opened.module.net.config, "max_position_embeddings", shape[1])
+            net: Any = opened.module.net
+            longest: int = getattr(net.config, "max_position_embeddings", shape[1])
             ids[:, longest :: longest + 1] = SEPARATOR
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:

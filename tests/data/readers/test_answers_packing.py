@@ -11,7 +11,7 @@ from unskew.data.packing import SEPARATOR, pack_rows
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, BoundModel
 from unskew.models.registry import resolve_model
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, example_inputs
 from unskew.tasks.registry import TASKS
 
 ROWS = [{"q": "ab"[: n % 3], "a": "xyz"[n % 3] * (1 + n % 5), "site": "xyz"[n % 3]} for n in range(36)]
@@ -167,7 +167,7 @@ def test_packed_rows_may_be_longer_than_the_positions_of_the_model(tmp_path):
     )
     spec = ModelSpec(packed.model, (29,), 257, input_dtype=torch.int64, per_token=True)
     assert (
-        spec.example_inputs()[0].tolist() == [*[0] * 9, SEPARATOR] * 2 + [0] * 9
+        example_inputs(spec)[0].tolist() == [*[0] * 9, SEPARATOR] * 2 + [0] * 9
     )  # 256, 2 + 1 + 5 bytes, without the end
     assert packed.summary["parameters"] == single.summary["parameters"]
     exported = unskew.export(tmp_path / "True", "torch")

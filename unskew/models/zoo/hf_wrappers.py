@@ -240,7 +240,7 @@ def token_ids(x: Tensor, config: Any) -> Tensor:
     """
     if x.is_floating_point():
         raise TypeError("it needs token ids, which are integers")
-    padding = getattr(config, "pad_token_id", None)
+    padding: Any = getattr(config, "pad_token_id", None)
     size = getattr(config, "vocab_size", None)
     known = isinstance(padding, int) and padding >= 0 and (size is None or padding < size)
     return torch.where(x < 0, padding if known else 0, x)
