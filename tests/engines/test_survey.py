@@ -8,8 +8,10 @@ from support.tolerance import TRAINING, assert_close
 from torch import nn
 
 import unskew
+from unskew.engines.local_trainer import LocalTrainer
 from unskew.engines.vmap_trainer import GroupTrainer
 from unskew.errors import ConfigError, MethodConflictError
+from unskew.methods.qfedavg import QFedAvg
 from unskew.protocol.rules import SHIFT, START
 
 SIZES, FEATURES, HIDDEN, CLASSES, ROUNDS = (1203, 40, 700), 3, 4, 3, 2
@@ -278,3 +280,48 @@ def test_the_context_tells_the_final_training():
     assert Final.seen[: ROUNDS * len(SIZES)] == [False] * ROUNDS * len(SIZES)
     assert Final.seen[ROUNDS * len(SIZES) :]
     assert all(Final.seen[ROUNDS * len(SIZES) :])
+
+
+class FullGradient(unskew.ClientRule):
+    """Stores the full gradient of each client."""
+
+    name, summary, paper, needs = "full-gradient", "", "", ("full_gradient",)
+
+    def __init__(self):
+        self.gradients = []
+
+    def begin(self, ctx):
+        self.gradients.append(ctx.full_gradient.clone())
+        return {}
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
+def test_gradients_and_losses_of_texts_are_means_over_tokens_whatever_the_batches(monkeypatch):
+    draws = np.random.default_rng(0)
+    x = draws.integers(0, 9, (7, 6))
+    y = np.where(np.arange(6) < draws.integers(1, 7, (7, 1)), draws.integers(0, 9, (7, 6)), -1)
+    fed = unskew.Federation.from_arrays([(x, y)], test=(x, y), task="language", classes=9, holdout=0)
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9))
+    # Independent of unskew: all texts in one batch, divided by the number of their tokens.
+    logits = net.double()(torch.from_numpy(x)).flatten(0, 1)
+    loss = nn.functional.cross_entropy(logits, torch.from_numpy(y).flatten(), ignore_index=-1)
+    expected = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(net.parameters()))])
+    loss = float(loss.detach())
+
+    settings = {"model": net, "rounds": 1, "local_steps": 1, "lr": 0.1, "precision": "fp64", "engine": "inline"}
+    rule = FullGradient()
+    for size in (2, 7):
+        unskew.run(fed, method=rule, batch_size=size, **settings)
+    for gradient in rule.gradients:
+        assert_close(gradient, expected)
+
+    losses = []
+    begin, report = QFedAvg.begin, LocalTrainer.report_loss
+    monkeypatch.setattr(QFedAvg, "begin", lambda *args: losses.append(begin(*args)["loss"]) or begin(*args))
+    monkeypatch.setattr(
+        LocalTrainer, "report_loss", lambda *args: losses.append(report(*args).metrics["loss"]) or report(*args)
+    )
+    unskew.run(fed, method="qfedavg", sampling="power-of-choice:1", **settings)
+    assert len(losses) == 2
+    assert [float(value) for value in losses] == pytest.approx([loss] * 2)

@@ -624,6 +624,32 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
             unskew.load_predictor(tmp_path / "run")
 
 
+@pytest.mark.parametrize("kind", ["bytes", "words"])
+def test_an_exported_model_of_prompts_and_answers_stops_at_the_end_token_of_training(tmp_path, kind):
+    transformers = pytest.importorskip("transformers")
+    from support.tiny import OPT, opt_folder, write_jsonl
+
+    folder = opt_folder(tmp_path / "opt")  # its tokenizer has the end token 2
+    transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=300, eos_token_id=5, **OPT)).save_pretrained(folder)
+    rows = [{"q": "the old cat", "a": "a dog"}, {"q": "the red bird", "a": "is new"}] * 5
+    unskew.run(
+        data=f"text:{write_jsonl(tmp_path / 't.jsonl', rows)}", partition="iid", clients=2, rounds=1, local_steps=1, lr=0.01,
+        text={"prompt": "q", "answer": "a", "tokenizer": "bytes" if kind == "bytes" else str(folder), "block": 30},
+        model=f"hf:{folder}", engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    done = unskew.export(tmp_path / "run", "transformers")
+    again = transformers.AutoModelForCausalLM.from_pretrained(done.folder)
+    end = {"bytes": 256, "words": 2}[kind]
+    assert again.generation_config.eos_token_id == again.config.eos_token_id == end
+    with torch.no_grad():  # every token but the end has a smaller logit
+        again.lm_head.weight = torch.nn.Parameter(torch.zeros(300, OPT["hidden_size"]))
+        again.lm_head.bias = torch.nn.Parameter(torch.eye(300)[end])
+    assert again.generate(torch.tensor([[7, 8, 10]]), max_new_tokens=9, do_sample=False).tolist() == [[7, 8, 10, end]]
+    card = (done.folder / "README.md").read_text()
+    assert "A prompt is followed by a line break" in card
+    assert {"bytes": "ends with the token 256.", "words": "ends with the token `eos_token`"}[kind] in card
+
+
 @pytest.mark.parametrize("kind", ["torch", "onnx", "torchscript"])
 def test_a_full_disk_is_a_sentence_and_leaves_nothing(ditto, tmp_path, monkeypatch, kind):
     def full(path, data):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -39,3 +41,20 @@ def pack_rows(x: Tensor, y: Tensor, width: int) -> tuple[Tensor, Tensor, np.ndar
         joined_x[row, start : start + length] = x[number, :length]
         joined_y[row, start : start + length] = y[number, :length]
     return joined_x, joined_y, np.array(first, np.int64)
+
+
+def longest_text(tables: Iterable[Tensor]) -> int:
+    """Return the number of tokens of the longest text in packed rows; 0 without texts.
+
+    Args:
+        tables: Inputs of packed rows, ``[n, L]`` each.
+
+    >>> longest_text([torch.tensor([[5, 6, 7, -2, 8], [5, 6, -1, -1, -1]])])
+    3
+    """
+    longest = 0
+    for x in tables:
+        index = torch.arange(x.shape[1], device=x.device)
+        last_gap = torch.where(x < 0, index, -1).cummax(1).values
+        longest = max([longest, *(index - last_gap).amax(1).tolist()])
+    return longest

@@ -195,12 +195,15 @@ class LocalTrainer:
         self.model.start(self.inputs.initial_buffers(broadcast))
         grad_fn = self.model.gradient(base_loss(self.model, self.setup.task))
         total = torch.zeros_like(v)
-        for index in torch.split(
-            torch.arange(client.num_samples, device=client.y.device), self.setup.training.batch_size
-        ):
+        parts = torch.split(torch.arange(client.num_samples, device=client.y.device), self.setup.training.batch_size)
+        shares = [len(index) / client.num_samples for index in parts]
+        if self.setup.task.tokens:  # the loss of a batch is a mean over its tokens
+            counts = self.setup.task.predictions(client.y)
+            shares = torch.stack([counts[index].sum() / counts.sum().clamp_min(1) for index in parts]).tolist()
+        for index, share in zip(parts, shares, strict=True):
             x = self.inputs.normalize(take_rows(client.x, index))
             batch = Batch(x, client.y[index].to(device), key, torch.tensor(0))
-            total.add_(grad_fn(v, batch), alpha=len(index) / client.num_samples)
+            total.add_(grad_fn(v, batch), alpha=share)
         return total
 
     def inputs_of(self, broadcast: Broadcast, plan: BatchPlan) -> dict[str, Any]:
@@ -258,13 +261,12 @@ class LocalTrainer:
         setup, device = self.setup, self.setup.device
         client = setup.federation.clients[broadcast.client]
         v, b = self.inputs.initial_params(broadcast).to(device), self.inputs.initial_buffers(broadcast).to(device)
-        total = 0.0
-        count = 0
+        total = count = 0.0
         for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
-            x = self.inputs.normalize(take_rows(client.x, index))
-            losses = setup.task.losses(forward(self.model, b, v, x).logits, client.y[index].to(device))
-            total += float(losses.double().sum())
-            count += losses.numel()
+            x, y = self.inputs.normalize(take_rows(client.x, index)), client.y[index].to(device)
+            losses, predictions = setup.task.losses(forward(self.model, b, v, x).logits, y), setup.task.predictions(y)
+            total += float((losses.double() * predictions).sum())
+            count += float(predictions.sum())
         return Update(
             client=broadcast.client,
             origin_round=broadcast.round,
@@ -274,7 +276,7 @@ class LocalTrainer:
             buffers=b.new_zeros(0),
             upload={},
             state=ClientState(),
-            metrics={"loss": total / count},
+            metrics={"loss": total / max(1.0, count)},
         )
 
     def train(self, broadcast: Broadcast, store: CheckpointStore | None = None) -> Update:

@@ -124,6 +124,7 @@ class GradientProbe:
             x: Stored samples, ``[n, ...]``.
             y: Targets, ``[n]``.
         """
+        count = max(1.0, float(self.task.predictions(y).sum()))
 
         def times(directions: Tensor) -> Tensor:
             total = torch.zeros_like(directions)
@@ -134,7 +135,7 @@ class GradientProbe:
                     torch.autograd.grad(gradient, leaf, u, retain_graph=True, materialize_grads=True)[0]
                     for u in directions
                 ]
-                total.add_(torch.stack(rows), alpha=len(targets) / len(y))
+                total.add_(torch.stack(rows), alpha=float(self.task.predictions(targets).sum()) / count)
             return total
 
         return times

@@ -96,19 +96,21 @@ class FedFomo(StoredModels):
         return ctx.state.get("start", ctx.v_global), torch.cat([ctx.v_global[None], ctx.download["models"]])
 
     def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
-        """Return the sums of the losses of the baseline and the models to mix, and the number of losses."""
+        """Return the sums of the losses of the baseline and the models to mix, and the number of predictions."""
         if not ctx.download:
             return {}
         baseline, models = self.candidates(ctx)
+        predictions = ctx.task.predictions(batch.y)
         losses = [ctx.task.losses(forward(model, batch.x).logits, batch.y) for model in (baseline, *models)]
-        return {"loss": torch.stack([own.sum() for own in losses]), "count": v.new_tensor(losses[0].numel())}
+        sums = [(own * predictions.to(own.dtype)).sum() for own in losses]
+        return {"loss": torch.stack(sums), "count": predictions.sum().to(v.dtype)}
 
     def begin(self, ctx: Context) -> Tensors:
         """Start from the mixture; return the gains of the other clients' models."""
         if not ctx.download:
             return {}
         baseline, models = self.candidates(ctx)
-        loss = ctx.survey["loss"] / ctx.survey["count"]
+        loss = ctx.survey["loss"] / ctx.survey["count"].clamp_min(1)
         distances = torch.linalg.vector_norm(models - baseline, dim=1)
         gains = (loss[0] - loss[1:]) / distances
         # The gain of a model that differs from the baseline only by rounding would be noise divided by noise.

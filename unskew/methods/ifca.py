@@ -123,9 +123,10 @@ class IFCA(ClientRule, ServerRule):
         return torch.cat([ctx.v_global[None], ctx.download["models"]]) if self.groups > 1 else ctx.v_global[None]
 
     def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
-        """Return the sum of the losses of each model, ``[P]``."""
-        sums = [ctx.task.losses(forward(model, batch.x).logits, batch.y).sum() for model in self.models(ctx)]
-        return {"loss": torch.stack(sums)}
+        """Return the sum of the losses of each model over all predictions, ``[P]``."""
+        predictions = ctx.task.predictions(batch.y)
+        losses = [ctx.task.losses(forward(model, batch.x).logits, batch.y) for model in self.models(ctx)]
+        return {"loss": torch.stack([(own * predictions.to(own.dtype)).sum() for own in losses])}
 
     def begin(self, ctx: Context) -> Tensors:
         """Start from the model with the smallest loss."""

@@ -17,7 +17,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
-import torch
 from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor
@@ -67,13 +66,14 @@ class QFedAvg(ClientRule, ServerRule):
         )
 
     def survey(self, ctx: Context, v: Tensor, forward: Forward, batch: Batch) -> Tensors:
-        """Return the sum of the losses, and the number of samples."""
-        losses = ctx.task.losses(forward(v, batch.x).logits, batch.y)
-        return {"loss": losses.sum().to(v.dtype), "samples": torch.ones_like(losses, dtype=v.dtype).sum()}
+        """Return the sum of the losses of all predictions, and their number."""
+        losses, predictions = ctx.task.losses(forward(v, batch.x).logits, batch.y), ctx.task.predictions(batch.y)
+        loss = (losses * predictions.to(losses.dtype)).sum().to(v.dtype)
+        return {"loss": loss, "predictions": predictions.sum().to(v.dtype)}
 
     def begin(self, ctx: Context) -> Tensors:
         """Return ``F_k``."""
-        return {"loss": ctx.survey["loss"] / ctx.survey["samples"] + SMALLEST}
+        return {"loss": ctx.survey["loss"] / ctx.survey["predictions"].clamp_min(1) + SMALLEST}
 
     def transform_update(self, ctx: Context, carry: Tensors, delta: Tensor) -> Tensor:
         """Upload ``w_k h_k``; return ``-Delta_k``."""

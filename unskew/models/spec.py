@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from unskew.data.packing import SEPARATOR
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
@@ -216,13 +217,14 @@ class ModelSpec:
         training = self.module.training
         try:
             with torch.no_grad():
-                out = self.module.eval()(torch.zeros(2, *self.shape, dtype=self.input_dtype))
+                out = self.module.eval()(example_inputs(self))
         except Exception as error:  # a model of a user may raise any error
             reason = describe_error(error)
             hint = ""
             if self.integers and getattr(self.module, "tokens", None) is not None:
+                tokens = getattr(self.module, "longest_text", None) or self.shape[0]
                 hint = (
-                    f" The longest text has {self.shape[0]} tokens. If the model has fewer positions, set text.block to a "
+                    f" The longest text has {tokens} tokens. If the model has fewer positions, set text.block to a "
                     "smaller number."
                 )
             elif self.integers:
@@ -357,7 +359,7 @@ class ModelSpec:
     def feature_shape(self) -> tuple[int, ...]:
         """Shape of one sample's features, the input of the head."""
         v = self.flatten()
-        x = torch.zeros(2, *self.shape, dtype=self.input_dtype, device=v.device)
+        x = example_inputs(self).to(v.device)
         with torch.no_grad():
             return tuple(self.forward(v, self.flatten_buffers(), x).features.shape[1:])
 
@@ -402,6 +404,19 @@ class ModelSpec:
     def __repr__(self) -> str:
         head = sum(s.stop - s.start for s in self.parts["head"])
         return f"ModelSpec(d={self.size}, body={self.size - head}, head={head}, buffers={sum(self.buffer_sizes)})"
+
+
+def example_inputs(spec: ModelSpec) -> Tensor:
+    """Return inputs of two samples, all zeros; if the model separates packed texts, these are as long as the longest.
+
+    Args:
+        spec: Layout of the model.
+    """
+    x = torch.zeros(2, *spec.shape, dtype=spec.input_dtype)
+    longest = getattr(spec.module, "longest_text", None)
+    if longest is not None:
+        x[:, longest :: longest + 1] = SEPARATOR
+    return x
 
 
 def slices_mask(slices: Sequence[slice], size: int) -> Tensor:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.normalization import Normalization
+from unskew.data.packing import longest_text
 from unskew.data.readers.encoders import category_counts
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError
@@ -19,7 +20,7 @@ from unskew.methods.registry import METHODS, REFERENCES, rule_class
 from unskew.models.names import split_models
 from unskew.models.registry import ModelLike as OneModel
 from unskew.models.registry import resolve_model
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, example_inputs
 from unskew.models.user_modules import copy_module
 from unskew.models.zoo.hf_wrappers import CausalLM
 from unskew.protocol.rules import Method
@@ -120,7 +121,7 @@ def _build_spec(
         if config.text.pack:
             if not isinstance(module, CausalLM):
                 raise ConfigError("text.pack requires a language model of transformers, hf:NAME. Remove text.pack.")
-            module.separate_texts()
+            module.separate_texts(longest_text(all_texts(federation)))
         spec = spec_of(module, config.head)
         for rule in method.client:
             adapted, head = rule.adapt(module, spec.head_name)
@@ -129,9 +130,22 @@ def _build_spec(
                 # ModelSpec rejects a head that is passed and not trained, as those of language models are.
                 spec = spec_of(adapted, head if spec.head_trains or head != spec.head_name else config.head)
     normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, torch.device("cpu"))
-    sample = normalize(x[:2].cpu()) if len(x) > 1 else torch.zeros(2, *spec.shape, dtype=spec.input_dtype)
-    spec.inspect_training(sample)
+    spec.inspect_training(normalize(x[:2].cpu()) if len(x) > 1 else example_inputs(spec))
     return spec
+
+
+def all_texts(federation: Federation) -> Iterator[Tensor]:
+    """Yield the inputs of the test set, of the server and of every client.
+
+    Args:
+        federation: Data of all clients.
+    """
+    yield federation.test[0]
+    if federation.server is not None:
+        yield federation.server.x
+    for client in (*federation.clients, *federation.unseen):
+        yield client.x
+        yield client.x_test
 
 
 def match_model_input_range(federation: Federation, spec: ModelSpec) -> Federation:

@@ -93,6 +93,8 @@ def export(
 def save_pretrained(opened: OpenedRun, folder: Path) -> None:
     """Write a folder that ``transformers`` can load, with the tokenizer.
 
+    Generation with a model of prompts and answers stops at the token that ends answers in training.
+
     Args:
         opened: Run with its model.
         folder: Folder to write.
@@ -109,8 +111,11 @@ def save_pretrained(opened: OpenedRun, folder: Path) -> None:
     names = opened.inputs.names
     if not opened.inputs.objective.tokens:
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
+    tokens = make_tokenizer(str(opened.inputs.tokenizer))
+    if opened.config.text.answer is not None and opened.inputs.objective.tokens:
+        net.config.eos_token_id = net.generation_config.eos_token_id = tokens.answers([""])[0][-1]
     opened.module.save(folder)  # type: ignore[operator]
-    tokenizer: Any = getattr(make_tokenizer(str(opened.inputs.tokenizer)), "tokenizer", None)
+    tokenizer: Any = getattr(tokens, "tokenizer", None)
     if tokenizer is not None:  # otherwise tokens are bytes, as the model card states
         tokenizer.model_max_length = opened.inputs.block
         tokenizer.save_pretrained(folder)

@@ -196,7 +196,10 @@ def check_trained(opened: OpenedRun) -> None:
 def empty_federation(inputs: InputSpec) -> Federation:
     """Create a federation without clients that has the shapes and number of classes of ``inputs``."""
     kinds = {"uint8": torch.uint8, "tokens": torch.int64}
-    x = torch.zeros((1, *inputs.shape), dtype=kinds.get(inputs.kind, torch.float32))
+    # Texts are empty (padding), so they need no positions of the model.
+    x = torch.full(
+        (1, *inputs.shape), -1 if inputs.kind == "tokens" else 0, dtype=kinds.get(inputs.kind, torch.float32)
+    )
     return Federation(
         clients=(), test=(x, torch.zeros(1, dtype=torch.int64)), task=inputs.task, classes=inputs.classes,
         normalization=inputs.known, class_names=inputs.class_names, encoders=inputs.encoders,

@@ -341,7 +341,8 @@ def use_text(opened: OpenedRun, kind: str) -> str:
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if opened.inputs.objective.tokens else "AutoModelForSequenceClassification"
         bytes_ = opened.inputs.tokenizer == "bytes"
-        note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer." if bytes_ else ""
+        note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer. " if bytes_ else ""
+        note += prompt_text(opened)
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
@@ -355,10 +356,32 @@ def use_text(opened: OpenedRun, kind: str) -> str:
     coded += f" Dates are days since 1970: {days}." if days else ""
     coded += " Missing numbers are NaN." if any(column.fills for column in opened.inputs.columns) else ""
     padding = " Shorter texts are padded with -1." if opened.inputs.kind == "tokens" else ""
+    padding += f" {prompt_text(opened)}".rstrip()
     return (
         f"Inputs are raw `{types[opened.inputs.kind]}` values of shape n x {shape_text(input_shape(opened.inputs))}: the "
         f"preprocessing is part of the file.{padding}{coded}\n\n```python\n"
         f"{USES[kind].replace('probabilities', opened.inputs.objective.output_kind)}\n```"
+    )
+
+
+def prompt_text(opened: OpenedRun) -> str:
+    """Describe how a model of prompts and answers, or of chats, is prompted and ends an answer; empty for other models.
+
+    Args:
+        opened: Run with its model.
+    """
+    text = opened.config.text
+    if not opened.inputs.objective.tokens:
+        return ""
+    if text.messages is not None:
+        return "A chat is rendered by the chat template of the tokenizer, with its generation prompt."
+    if text.answer is None:
+        return ""
+    if opened.inputs.tokenizer == "bytes":
+        return "A prompt is followed by a line break: 256, the bytes of the prompt, 10. The answer ends with the token 256."
+    return (
+        "A prompt is followed by a line break, without an end token after it. The answer ends with the token `eos_token` of "
+        "the tokenizer."
     )
 
 

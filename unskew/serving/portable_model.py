@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unskew.data.packing import SEPARATOR
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, UnskewError
 from unskew.filesystem import write_atomic
@@ -105,6 +106,10 @@ def example_inputs(opened: OpenedRun, count: int) -> Tensor:
     if inputs.kind == "tokens":
         ids = torch.randint(0, getattr(opened.module, "tokens", None) or FEWEST, shape, generator=draws)
         ends = torch.randint(1, shape[1] + 1, (count, 1), generator=draws)
+        if getattr(opened.module, "packed", False):  # a row may be longer than the model has positions
+            net: Any = opened.module.net
+            longest: int = getattr(net.config, "max_position_embeddings", shape[1])
+            ids[:, longest :: longest + 1] = SEPARATOR
         return ids.masked_fill(torch.arange(shape[1]) >= ends, PADDING)
     if inputs.columns:
         return torch.stack([_column(column, count, draws) for column in inputs.columns], 1).to(column_dtype(inputs))

@@ -11,7 +11,7 @@ from unskew.data.packing import SEPARATOR, pack_rows
 from unskew.errors import ConfigError
 from unskew.models.execution import Batch, BoundModel
 from unskew.models.registry import resolve_model
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, example_inputs
 from unskew.tasks.registry import TASKS
 
 ROWS = [{"q": "ab"[: n % 3], "a": "xyz"[n % 3] * (1 + n % 5), "site": "xyz"[n % 3]} for n in range(36)]
@@ -147,3 +147,33 @@ def test_packing_rejects_models_and_data_that_cannot_separate_texts(tmp_path):
         )  # fmt: skip
     with pytest.raises(ConfigError, match="label is for classification"):
         load_federation(f"text:{path}", label="site", text={"columns": "a", "tokenizer": "bytes", "pack": True})
+
+
+def test_packed_rows_may_be_longer_than_the_positions_of_the_model(tmp_path):
+    model = {"hf": "opt", "pretrained": False, "config": {"vocab_size": 257, **OPT, "max_position_embeddings": 12}}
+    text = {"prompt": "q", "answer": "a", "tokenizer": "bytes", "block": 30, "pack": True}
+    settings = {
+        "partition": "natural:site",
+        "rounds": 1,
+        "lr": 0.1,
+        "local_steps": 1,
+        "engine": "inline",
+        "model": model,
+    }
+    path = write_jsonl(tmp_path / "rows.jsonl", ROWS)
+    single, packed = (
+        unskew.run(data=f"text:{path}", text={**text, "pack": pack}, out=tmp_path / str(pack), **settings)
+        for pack in (False, True)
+    )
+    spec = ModelSpec(packed.model, (29,), 257, input_dtype=torch.int64, per_token=True)
+    assert (
+        example_inputs(spec)[0].tolist() == [*[0] * 9, SEPARATOR] * 2 + [0] * 9
+    )  # 256, 2 + 1 + 5 bytes, without the end
+    assert packed.summary["parameters"] == single.summary["parameters"]
+    exported = unskew.export(tmp_path / "True", "torch")
+    assert exported.apart < 1e-5
+    longer = write_jsonl(tmp_path / "longer.jsonl", [*ROWS, {"q": "b", "a": "x" * 20, "site": "y"}])
+    with pytest.raises(
+        ConfigError, match=r"longest text has 23 tokens\. If .* fewer positions, set text\.block to a smaller"
+    ):
+        unskew.run(data=f"text:{longer}", text=text, **settings)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.slow import slow_but
-from support.tiny import RESNET, VIT
+from support.tiny import OPT, RESNET, VIT
 from support.tolerance import FEW, MAGNIFIED, assert_close, near
 from torch.nn import functional as F
 
@@ -16,6 +16,7 @@ from unskew.errors import ConfigError
 from unskew.models.layer_groups import layer_groups
 from unskew.models.registry import build_model
 from unskew.models.spec import ModelSpec
+from unskew.models.zoo.hf_wrappers import CausalLM, token_ids
 from unskew.models.zoo.huggingface import HALVES, IMAGENET, RESNET18
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.run import resume
@@ -226,3 +227,28 @@ def test_models_of_images_that_cannot_be_are_refused(folders, tmp_path):
     refused("does not fit the model", "vit-b16", weights=str(folders["vit-b16"]), lora={"targets": ["query"]})
     with pytest.raises(ConfigError, match="no option 'depth'"):
         build_model("resnet-18", (3, 8, 8), 3, depth=3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [1, 10_000])
+def test_texts_of_a_row_are_separated_at_every_scale_of_logits(scale, dtype):
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    net = OPTForCausalLM(OPTConfig(vocab_size=24, attn_implementation="eager", **OPT)).to(dtype)
+    net.model.decoder.final_layer_norm.weight.data.mul_(scale)
+    CausalLM(net).separate_texts()
+    net.register_forward_pre_hook(
+        lambda module, args, kwargs: (args, {**kwargs, "attention_mask": None}), with_kwargs=True
+    )
+    with pytest.raises(ConfigError, match="cannot separate them"):
+        CausalLM(net).separate_texts()
+
+
+@pytest.mark.parametrize(("padding", "replaced"), [(3, 3), (None, 0), (-1, 0), (24, 0)])
+def test_padding_is_replaced_by_the_padding_id_only_if_it_is_a_token(padding, replaced):
+    from transformers import OPTConfig
+
+    config = OPTConfig(vocab_size=24, **OPT)
+    config.pad_token_id = padding
+    assert token_ids(torch.tensor([[5, 0, -1, -2]]), config).tolist() == [[5, 0, replaced, replaced]]

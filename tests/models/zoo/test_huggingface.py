@@ -548,6 +548,40 @@ def test_a_trained_model_is_saved_as_a_folder_that_loads_again(opt, texts, tmp_p
         assert not any("lora" in key for key in plain.state_dict())
 
 
+@pytest.mark.parametrize("kind", ["opt", "llama"])
+def test_factors_of_a_tied_output_layer_leave_the_embedding_unchanged(kind, opt, texts, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    own = {"vocab_size": 24, "tie_word_embeddings": True}
+    own |= {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1}
+    own |= {"num_attention_heads": 2, "num_key_value_heads": 2}
+    model = {"hf": str(opt)} if kind == "opt" else {"hf": "llama", "pretrained": False, "config": own}
+    lora = {"r": 2, "alpha": 16, "targets": ["q_proj", "lm_head"]}
+    text = {"columns": ["premise"], "tokenizer": str(opt), "block": 14}
+    changes = {"model": {**model, "lora": lora}, "precision": "fp32", "lr": 0.1, "text": text}
+    result = run(opt, texts, **changes)
+    x = padded()
+    with torch.no_grad():
+        plain = AutoModelForCausalLM.from_pretrained(result.model.save(tmp_path / "saved")).eval()
+        assert_close(plain(x.clamp_min(0)).logits[0], result.model(x)[0], FEW)
+        for method in ("flora", "fedex"):
+            again = run(opt, texts, **changes, method=method, rounds=1, participation=1.0).model
+            before, weight = again.net.get_input_embeddings().weight, again.net.lm_head.base_layer.weight
+            assert torch.equal(before, result.model.net.get_input_embeddings().weight)
+            # With equal initial weights, flora adds products to that of the output layer, and fedex residuals.
+            assert not torch.equal(before, weight)
+
+
+def test_lora_of_a_language_model_trains_only_factors():
+    size = {"vocab_size": 24, "is_decoder": True, **BERT}
+    model = resolve_model(
+        "hf:roberta", (9,), 24, {"pretrained": False, "config": size, "lora": {"r": 2, "targets": "query"}}, "language"
+    )
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * 2  # two layers
+    assert all("query.lora_" in name for name in trained)
+
+
 def test_fedals_moves_only_the_head_between_averages_of_the_body(opt, texts):
     class Watching:
         def start(self, config, rounds_done): ...
@@ -675,6 +709,9 @@ def test_models_that_cannot_be_are_refused_with_a_sentence(opt, texts, tmp_path)
     refused(r"lora.r=0 is not valid", lora={"r": 0})
     refused("lora must be a mapping", lora=3)
     refused(r"lora.targets=\['query'\] does not fit the model .*: fc1, fc2, k_proj", lora={"targets": ["query"]})
+    refused(r"no layer is called v_prj\).*: fc1, fc2, k_proj", lora={"targets": ["q_proj", "v_prj"]})
+    refused(r"no layer is called query\)", lora={"targets": "query"})
+    refused("model.decoder.embed_tokens is an embedding.* Remove embed_tokens", lora={"targets": ["embed_tokens"]})
     refused("no entry of the configuration .* 'hiden'", config={"hiden": 3})
     refused("has no option 'weights'", weights="x")
     refused("size is only for image models", size=3)

@@ -101,7 +101,7 @@ def hugging_face(
             getattr(transformers, f"AutoModelFor{kind}"), weights, pretrained, settings, revision, loading
         )
         if factors is not None:
-            add_lora(net, factors)
+            add_lora(net, factors, trains_head=kind != "CausalLM")
         if loading.base_dtype != "float32":
             train_in_float32(net)
         if checkpointing:
