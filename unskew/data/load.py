@@ -16,10 +16,10 @@ from unskew.data.from_arrays import check_integer, num_training_samples
 from unskew.data.harmonized_source import check_harmonize, harmonizable, harmonized
 from unskew.data.loading_warnings import collect_warnings
 from unskew.data.partition.parsing import partition_column
-from unskew.data.partition.partitioner import make_partition
+from unskew.data.partition.partitioner import Partition, make_partition
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.readers.column_roles import ColumnSelection
-from unskew.data.readers.tables import Source
+from unskew.data.readers.tables import SampleTable, Source
 from unskew.data.readers.text import is_text, load_texts
 from unskew.data.remote import with_local_files
 from unskew.data.server_data import purpose_generator, repeat_channels, server_data
@@ -108,9 +108,7 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
             np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
         )
     labels = train.y.numpy() if "counts" in TASKS[source.task].provides else None
-    parts = make_partition(
-        spec.partition, labels, spec.clients, seed, classes=source.classes, columns=train.columns, samples=len(train)
-    )
+    parts = partition_samples(spec, train, labels, source.classes, seed)
     # Order rows by client and shuffle within each client, so that a random part is held out.
     owner = np.repeat(np.arange(parts.clients), parts.sizes)
     rng = purpose_generator(seed, "holdout")
@@ -120,10 +118,19 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     num_training = np.array([num_training_samples(int(n), spec.holdout) for n in distinct])
     splits = parts.offsets[:-1] + num_training[kind]
     split = parse_split(spec.split_by) if spec.split_by is not None else Split()
-    if split.group is not None or split.time is not None:
+    if split.group is not None or split.time is not None or train.texts is not None:
         own = [parts.indices(k) for k in range(parts.clients)]
-        held_out = held_out_mask(train.columns, split, own, spec.holdout, len(train), rng)[parts.order]
+        held_out = held_out_mask(train.columns, split, own, spec.holdout, len(train), rng, train.texts)[parts.order]
         splits = parts.offsets[1:] - np.bincount(owner, held_out, parts.clients).astype(np.int64)
+        without = int((splits == parts.offsets[1:]).sum())
+        if train.texts is not None and split == Split() and spec.holdout and without:
+            LOG.warning(
+                "%s: %d of %d clients have a single text each, which was cut into rows of text.block tokens and is not "
+                "divided, so they hold out nothing. Divide such texts into several rows of the file, or set holdout to 0.",
+                source.name,
+                without,
+                parts.clients,
+            )
     shuffled = parts.order[np.lexsort((keys, held_out, owner))]
     if labels is not None and labels.ndim == 1:
         absent = np.setdiff1d(test.y.numpy(), labels[parts.order])
@@ -134,6 +141,35 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
         spec, named, seed, source, train, test, at_server, parts, torch.from_numpy(shuffled), splits
     )
     return partitioned if spec.shift is None else with_shift(partitioned, parse_shift(spec.shift))
+
+
+def partition_samples(
+    spec: DataSpec, train: SampleTable, labels: np.ndarray | None, classes: int, seed: int
+) -> Partition:
+    """Partition training samples among clients; if texts were cut into several rows, all rows of a text go to one client.
+
+    Args:
+        spec: Data specification.
+        train: Training samples.
+        labels: Class of each sample, or None.
+        classes: Number of classes.
+        seed: Random seed of the run.
+    """
+    columns, index = train.columns, None
+    # natural:COLUMN never separates the rows of a text, and its min counts rows.
+    if train.texts is not None and not (isinstance(spec.partition, str) and spec.partition.startswith("natural:")):
+        _, first_rows, index = np.unique(train.texts, return_index=True, return_inverse=True)
+        columns = {name: values[first_rows] for name, values in columns.items()}
+    samples = len(train) if index is None else len(first_rows)
+    parts = make_partition(
+        spec.partition, labels, spec.clients, seed, classes=classes, columns=columns, samples=samples
+    )
+    if index is None:
+        return parts
+    owner = np.full(samples, -1, np.int64)
+    owner[parts.order] = np.repeat(np.arange(parts.clients), parts.sizes)
+    of_rows = Partition.from_owner(owner[index.reshape(-1)], parts.clients, parts.name)
+    return replace(of_rows, names=parts.names)
 
 
 def task_options(spec: DataSpec) -> Any:

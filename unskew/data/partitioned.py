@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.clients import DrawnClients, IndexedRows, take_rows
@@ -18,7 +19,7 @@ from unskew.data.federation import Federation, ServerData
 from unskew.data.harmonize import Harmonization
 from unskew.data.memory_map import locate_tensor
 from unskew.data.normalization import Normalization
-from unskew.data.packing import pack_rows
+from unskew.data.packing import PADDING, pack_rows
 from unskew.data.partition.parsing import parse_partition
 from unskew.data.partition.partitioner import Partition, get_column
 from unskew.data.readers.column_roles import LABEL
@@ -91,13 +92,17 @@ class PartitionedSource:
         first, held_out = (self.rows[a:b] for a, b in ((start, split), (split, stop)))
         x, y = self.train.x, self.train.y
         parts = SampleTable(take_rows(x, first), y[first], {}), SampleTable(take_rows(x, held_out), y[held_out], {})
-        return packed_if_requested(parts[0], self.spec.text), packed_if_requested(parts[1], self.spec.text)
+        return packed_if_requested(parts[0], self.spec.text), padded_if_packed(parts[1], self.spec.text)
 
     def packed(self) -> PartitionedSource:
-        """Return the same data with packed texts; texts are joined only within training, held-out or test data."""
+        """Return the same data with the training texts of each client packed, and those of the server."""
         bounds = np.sort(np.concatenate([self.parts.offsets, self.splits])).tolist()
         pack = partial(packed_if_requested, text=self.spec.text)
-        tables = [pack(self.train.rows(self.rows[start:stop].numpy())) for start, stop in pairwise(bounds)]
+        pad = partial(padded_if_packed, text=self.spec.text)
+        tables = [
+            (pad if number % 2 else pack)(self.train.rows(self.rows[start:stop].numpy()))
+            for number, (start, stop) in enumerate(pairwise(bounds))
+        ]
         offsets = np.concatenate([[0], np.cumsum([len(table) for table in tables])])
         train = SampleTable(
             torch.cat([table.x for table in tables]),
@@ -108,7 +113,7 @@ class PartitionedSource:
         return replace(
             self,
             train=train,
-            test=pack(self.test),
+            test=pad(self.test),
             at_server=None if server is None else ServerData(server.x, server.y),
             parts=replace(self.parts, order=np.arange(len(train)), offsets=offsets[::2]),
             rows=torch.arange(len(train)),
@@ -232,8 +237,32 @@ def packed_if_requested(texts: SampleTable, text: TextSpec) -> SampleTable:
     """
     if not text.pack:
         return texts
-    x, y, first = pack_rows(texts.x, texts.y, text.block - 1)
+    x, y, first = pack_rows(texts.x, texts.y, packed_width(texts, text))
     return SampleTable(x, y, {name: values[first] for name, values in texts.columns.items()})
+
+
+def padded_if_packed(texts: SampleTable, text: TextSpec) -> SampleTable:
+    """Return a table for evaluation, whose texts are not packed, with the width of packed rows if ``text.pack`` is set.
+
+    Args:
+        texts: Table with a text in each row.
+        text: Options of texts.
+    """
+    if not text.pack:
+        return texts
+    padding = (0, packed_width(texts, text) - texts.x.shape[1])
+    x, y = (F.pad(values, padding, value=PADDING) for values in (texts.x, texts.y))
+    return replace(texts, x=x, y=y)
+
+
+def packed_width(texts: SampleTable, text: TextSpec) -> int:
+    """Return the number of inputs of a packed row: ``block - 1``, or one more if the mark of a truncated answer needs it.
+
+    Args:
+        texts: Table with a text in each row, padded to the longest of all tables.
+        text: Options of texts.
+    """
+    return max(text.block - 1, texts.x.shape[1])
 
 
 def target_names(source: Source) -> tuple[str, ...]:

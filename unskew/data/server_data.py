@@ -32,7 +32,8 @@ def server_data(spec: DataSpec, source: Source, test: SampleTable, seed: int) ->
     rng, reserve_test_samples = purpose_generator(seed, "server"), spec.reserve_test_samples
     order = rng.permutation(len(test))
     group = None if spec.split_by is None else parse_split(spec.split_by).group
-    units = None if group is None else make_units(test.columns, Split(group), len(test), rng)
+    grouped = group is not None or test.texts is not None
+    units = make_units(test.columns, Split(group), len(test), rng, test.texts) if grouped else None
     if units is not None:
         order = order[np.argsort(units.ranks[units.codes[order]], kind="stable")]
     if reserve_test_samples >= len(test):

@@ -24,7 +24,13 @@ class SplitUnits(NamedTuple):
     ranks: np.ndarray
 
 
-def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: np.random.Generator) -> SplitUnits:
+def make_units(
+    columns: Mapping[str, np.ndarray],
+    split: Split,
+    rows: int,
+    rng: np.random.Generator,
+    texts: np.ndarray | None = None,
+) -> SplitUnits:
     """Return the units of a split, ranked by time if the split has a time column, otherwise randomly.
 
     Args:
@@ -32,6 +38,7 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
         split: Group and time columns of the split.
         rows: Number of rows.
         rng: Random number generator.
+        texts: Index of each row's text, the unit of a split without a group column; None if each row is a unit.
 
     Raises:
         DataError: If a column does not exist or has missing values, or the time column contains strings.
@@ -39,6 +46,8 @@ def make_units(columns: Mapping[str, np.ndarray], split: Split, rows: int, rng: 
     codes = np.arange(rows)
     if split.group is not None:
         codes = np.unique(get_column(columns, split.group, "split_by"), return_inverse=True)[1].reshape(-1)
+    elif texts is not None:
+        codes = np.unique(texts, return_inverse=True)[1].reshape(-1)
     units = int(codes.max()) + 1 if rows else 0
     if split.time is None:
         return SplitUnits(codes, rng.permutation(units))
@@ -83,6 +92,7 @@ def test_row_mask(
     share: float,
     seed: int,
     classes: np.ndarray | None,
+    texts: np.ndarray | None,
 ) -> np.ndarray:
     """Return the mask of test rows, boolean ``[n]``.
 
@@ -95,6 +105,7 @@ def test_row_mask(
         share: Share of test rows.
         seed: Random seed of the order of groups.
         classes: Class of each row, ``[n]``, or None.
+        texts: Index of each row's text, if a text was cut into several rows; otherwise None.
 
     Raises:
         DataError: If no training or no test rows remain, or the split column has other values than train and test.
@@ -108,7 +119,7 @@ def test_row_mask(
             )
         held_out = values == "test"
     else:
-        units = make_units(columns, split, rows, np.random.default_rng(seed))
+        units = make_units(columns, split, rows, np.random.default_rng(seed), texts)
         held_out = np.isin(units.codes, select_held_out_units(units, np.arange(rows), share))
         if classes is not None and split.time is None and len({*classes[held_out].tolist()}) < len({*classes.tolist()}):
             first_rows = np.unique(units.codes, return_index=True)[1]
@@ -116,6 +127,11 @@ def test_row_mask(
             strata = [np.flatnonzero(class_of == name) for name in np.unique(class_of)]
             chosen = [select_held_out_units(units, stratum, share) for stratum in strata]
             held_out = np.isin(units.codes, np.concatenate(chosen))
+    if not held_out.any() and texts is not None and split == Split():
+        raise DataError(
+            "All rows are parts of a single text, and a text is not divided between training and test data. Divide it into "
+            "several rows of the file, or provide test data."
+        )
     if not held_out.any() or held_out.all():
         raise DataError(
             f"split_by leaves no rows to {'train' if held_out.any() else 'test'} on. The column "
@@ -154,6 +170,7 @@ def held_out_mask(
     share: float,
     rows: int,
     rng: np.random.Generator,
+    texts: np.ndarray | None = None,
 ) -> np.ndarray:
     """Return the mask of held-out rows, boolean ``[n]``.
 
@@ -166,11 +183,12 @@ def held_out_mask(
         share: Share of held-out rows.
         rows: Number of rows.
         rng: Random number generator.
+        texts: Index of each row's text, if a text was cut into several rows; otherwise None.
 
     Raises:
         DataError: If a client would have no rows to train on.
     """
-    units = make_units(columns, split, rows, rng)
+    units = make_units(columns, split, rows, rng, texts)
     held_per_client = [select_held_out_units(units, own, share) for own in clients]
     held_out = np.isin(units.codes, np.concatenate(held_per_client))
     for k, own in enumerate(clients):

@@ -12,6 +12,7 @@ from torch import Tensor
 from unskew.data.clients import ArrayClients, ClientData, DrawnClients, concatenate_inputs
 from unskew.data.federation import Federation
 from unskew.data.harmonized_source import harmonized
+from unskew.data.packing import unpack_rows
 from unskew.data.partitioned import PartitionedSource
 from unskew.data.spec import Unseen
 from unskew.errors import ConfigError, unknown_name
@@ -184,5 +185,6 @@ class AllSamples(Sequence[ClientData]):
 
     def __getitem__(self, k: int) -> ClientData:  # type: ignore[override]
         c = self.clients[k]
-        x, y = torch.cat([c.x, c.x_test]), torch.cat([c.y, c.y_test])
+        x, y = unpack_rows(c.x, c.y) if c.x.dtype == torch.int64 else (c.x, c.y)  # packed texts are for training
+        x, y = torch.cat([x, c.x_test]), torch.cat([y, c.y_test])
         return ClientData(c.id, x[:0], y[:0], x, y)

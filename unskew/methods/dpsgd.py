@@ -176,6 +176,11 @@ class DPSGD(ClientRule):
             raise ConfigError(
                 "dpsgd maps gradients of single samples, which 4-bit weights do not support. Use base_dtype: bfloat16."
             )
+        if any(getattr(spec.module, "packed", False) for spec in run.spec.architectures):
+            raise ConfigError(
+                "dpsgd protects single rows, but with text.pack one text decides in which rows others are, so no text would "
+                "be protected. Set text.pack to false."
+            )
         if run.spec.draws_globally:
             raise ConfigError(
                 "dpsgd draws the random numbers of each sample from a secret key. This model draws others than those of "

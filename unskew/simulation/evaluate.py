@@ -12,6 +12,7 @@ from torch import Tensor
 
 from unskew.data.clients import ArrayClients, iterate_batches
 from unskew.data.federation import ClientData, Federation
+from unskew.data.packing import PADDING
 from unskew.engines.batches import InputNormalizer
 from unskew.engines.cpu import num_threads
 from unskew.models.execution import BoundModel
@@ -73,6 +74,7 @@ class Evaluator:
         self.task = task
         self.metrics = MetricSet() if metrics is None else metrics
         self.model = BoundModel(spec, device)
+        self.packed = getattr(spec.module, "packed", False)
         self.normalize = InputNormalizer(federation.normalization, federation.shape, spec.dtype, device)
         x, y = federation.test
         self.test = (x.to(device), y.to(device))
@@ -107,6 +109,9 @@ class Evaluator:
         with num_threads(self.threads):
             predict = self.model.predict(v, b)
             for x, y in zip(iterate_batches(xs, self.batch), iterate_batches(ys, self.batch), strict=True):
+                if self.packed:  # rows are as long as packed training rows, and mostly padding
+                    width = int(((x != PADDING) | (y != PADDING)).any(0).sum())
+                    x, y = x[:, :width], y[:, :width]
                 target = y.to(self.model.device)
                 logits = predict(self.normalize(x)).logits
                 right.append(self.task.correct(logits, target))

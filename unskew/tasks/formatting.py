@@ -64,7 +64,11 @@ def target_note(rows: Sequence[Mapping[str, Any]]) -> str:
     row = rows[0]
     judge = objective_metric(row)
     constant = row.get(f"constant_{judge.name}")
-    if constant is None or all(one[judge.name] is None for one in rows) or judge.rank(constant) < judge.rank(row["target"]):
+    if (
+        constant is None
+        or all(one[judge.name] is None for one in rows)
+        or judge.rank(constant) < judge.rank(row["target"])
+    ):
         return ""
     constant, target = (value_text(judge, value, sign=" %") for value in (constant, row["target"]))
     return f"A constant prediction, which scores {constant}, reaches the target of {target}."

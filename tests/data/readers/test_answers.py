@@ -1,8 +1,10 @@
 """Losses and metrics on answers only: prompts and answers, chats, truncation, errors."""
 
+import datetime
 import json
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from support.tiny import OPT, WORDS, opt_folder, tokenizer, write_jsonl
@@ -174,6 +176,75 @@ def test_only_turns_of_the_assistant_count(template, tmp_path):
     assert encoded.ids == ids("old is very </s> red the cat sees </s> blue a dog </s> red and </s> blue not today </s>")
     counted = [token for token, counts in zip(*encoded, strict=True) if counts]
     assert counted == ids("a dog </s> not today </s>")
+
+
+CHATML = (
+    "{% for m in messages %}<|im_start|> {{ m.role }} \n {{ m.content }} "
+    "{% for call in m.tool_calls %}{{ call.name }} {{ call.arguments.city }} {% endfor %}<|im_end|> \n {% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|> assistant \n {% endif %}"
+)
+
+
+def chatml_folder(path, eos, template=CHATML):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<unk>", "<|im_start|>", "<|im_end|>", "\n", "user", "assistant", "tool", "hi", "yo", "weather", "Oslo"]
+    made = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    words = PreTrainedTokenizerFast(
+        tokenizer_object=made, unk_token="<unk>", eos_token=eos, extra_special_tokens=["<|im_start|>", "<|im_end|>"]
+    )
+    words.chat_template = template
+    words.save_pretrained(path)
+    return str(path)
+
+
+def counted_words(folder, *messages):
+    words = make_tokenizer(folder)
+    encoded = words.chats([messages])[0]
+    return " ".join(
+        words.tokenizer.convert_ids_to_tokens(number) for number, counts in zip(*encoded, strict=True) if counts
+    )
+
+
+HI, CALL = {"role": "user", "content": "hi"}, {"name": "weather", "arguments": {"city": "Oslo"}}
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "<unk>"])
+def test_a_turn_counts_up_to_its_end_token_but_not_the_whitespace_after_it(eos, tmp_path):
+    folder = chatml_folder(tmp_path / "words", eos)
+    assert counted_words(folder, HI, {"role": "assistant", "content": "yo \n yo"}, HI) == "yo \n yo <|im_end|>"
+    assert counted_words(folder, HI, {"role": "assistant", "content": "unknown"}) == "<unk> <|im_end|>"
+    endless = chatml_folder(tmp_path / "endless", eos, CHATML.replace("<|im_end|>", ""))
+    assert counted_words(endless, HI, {"role": "assistant", "content": "yo"}) == "yo \n"
+
+
+def test_tool_calls_reach_the_template_and_turns_without_text_do_not_count(tmp_path):
+    called = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    messages = [HI, called, {"role": "tool", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    column = pa.array([messages, messages[:1] + messages[3:]])  # all messages have all entries, some of them null
+    chat, short = answers.read_chats(column, "m", "chats")
+    assert chat == [HI, {**called, "content": ""}, *messages[2:]]
+    assert short == [HI, messages[3]]
+    folder = chatml_folder(tmp_path / "words", "<|im_end|>")
+    assert counted_words(folder, *chat) == "weather Oslo <|im_end|> yo <|im_end|>"
+    assert counted_words(folder, HI, {"role": "assistant", "content": ""}, *messages[2:]) == "yo <|im_end|>"
+    dated = pa.array([[{**called, "tool_calls": [{**CALL, "arguments": {"day": datetime.date(2024, 1, 31)}}]}]])
+    with pytest.raises(DataError, match=r"row 0 .* has a message with 2024-01-31, which is read as a date"):
+        answers.read_chats(dated, "m", "chats")
+
+
+@pytest.mark.parametrize("template", [pytest.param(PLAIN, id="prefixes"), pytest.param(MARKED, id="marked")])
+def test_a_template_that_prints_the_date_prints_the_same_every_day(template, tmp_path):
+    words = tokenizer()
+    words.add_tokens(["26", "Jul", "2024", "Friday"])
+    words.chat_template = "{{ strftime_now('%d %b %Y %A') }} " + template
+    words.save_pretrained(tmp_path / "words")
+    encoded = make_tokenizer(str(tmp_path / "words")).chats([CHAT])[0]
+    assert words.convert_ids_to_tokens(encoded.ids[:5]) == ["26", "Jul", "2024", "Friday", "old"]
+    plain = make_tokenizer(chat_folder(tmp_path / "plain", template)).chats([CHAT])[0]
+    assert (encoded.ids[4:], encoded.counts[4:]) == plain
 
 
 def test_a_chat_trains_from_a_file(tmp_path):

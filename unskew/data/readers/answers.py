@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from datetime import date
 from typing import Any
 
 import numpy as np
@@ -43,8 +44,10 @@ def encode_answers(texts: Sequence[Text], tokenizer: Tokenizer, where: str) -> l
     return texts_of_both
 
 
-def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, str]]]:
-    """Return the messages of each row.
+def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, Any]]]:
+    """Return the messages of each row with all of their entries, such as ``tool_calls``; entries that are null are left out.
+
+    The content of a message with ``tool_calls`` may be null or missing; it is then empty.
 
     Args:
         column: Column of lists of messages with the entries ``role`` and ``content``.
@@ -54,15 +57,23 @@ def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, str]]]
     Raises:
         DataError: If a row contains no list of messages, or no message of an assistant.
     """
-    chats: list[list[dict[str, str]]] = []
+    chats: list[list[dict[str, Any]]] = []
     for row, messages in enumerate(column.to_pylist()):
         if not isinstance(messages, list) or not messages:
             raise DataError(
                 f"{where}: row {row} of the column {name!r} has {type(messages).__name__}, not a list of messages such as "
                 '[{"role": "user", "content": "Hello"}].'
             )
-        for message in messages:
-            entries = message if isinstance(message, Mapping) else {}
+        chat = [without_nulls(message) if isinstance(message, Mapping) else {} for message in messages]
+        for entries in chat:
+            if entries.get("tool_calls"):
+                entries.setdefault("content", "")
+            day = find_date(entries)
+            if day is not None:
+                raise DataError(
+                    f"{where}: row {row} of the column {name!r} has a message with {day}, which is read as a date, not as "
+                    "text. Use a Parquet file, in which it is text."
+                )
             wrong = "role" if entries.get("role") not in ROLES else "content"
             if wrong == "role" or not isinstance(entries.get("content"), str):
                 raise DataError(
@@ -70,13 +81,34 @@ def read_chats(column: Any, name: str, where: str) -> list[list[dict[str, str]]]
                     f"{short_repr(entries.get(wrong))}. A message has a role ({', '.join(ROLES)}) and a content, which is "
                     "text."
                 )
-        if all(message["role"] != "assistant" for message in messages):
+        if all(message["role"] != "assistant" for message in chat):
             raise DataError(
                 f"{where}: row {row} of the column {name!r} has no message of the assistant, so nothing can be learned from "
                 "it. Remove the row."
             )
-        chats.append([{"role": message["role"], "content": message["content"]} for message in messages])
+        chats.append(chat)
     return chats
+
+
+def without_nulls(value: Any) -> Any:
+    """Return a value without entries that are null, at any depth.
+
+    In a column of a table, all messages have the same entries, and those that a message did not have are null.
+
+    >>> without_nulls({"role": "user", "tool_calls": None, "parts": [{"a": 1, "b": None}]})
+    {'role': 'user', 'parts': [{'a': 1}]}
+    """
+    if isinstance(value, Mapping):
+        return {name: without_nulls(entry) for name, entry in value.items() if entry is not None}
+    return [without_nulls(entry) for entry in value] if isinstance(value, list) else value
+
+
+def find_date(value: Any) -> date | None:
+    """Return a date or time in an entry of a message, at any depth; None if there is none."""
+    if isinstance(value, Mapping | list):
+        entries = value.values() if isinstance(value, Mapping) else value
+        return next((day for day in map(find_date, entries) if day is not None), None)
+    return value if isinstance(value, date) else None
 
 
 def cut_answered(

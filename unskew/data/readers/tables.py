@@ -61,11 +61,14 @@ class SampleTable:
         y: Class of each sample, ``[n]``; for multi-label tasks, ``[n, L]`` of 0 and 1; regression targets ``[n, T]``;
             or next tokens ``[n, L]``.
         columns: Other columns by name, each ``[n]``: users, writers, domains.
+        texts: Index of each row's text, ``[n]``, if a text was cut into several rows; otherwise None. No split or partition
+            separates the rows of a text.
     """
 
     x: Tensor
     y: Tensor
     columns: dict[str, np.ndarray]
+    texts: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.y)
@@ -74,7 +77,10 @@ class SampleTable:
         """Return the table with only the rows ``index``, in this order."""
         ids = torch.from_numpy(index)
         return SampleTable(
-            take_rows(self.x, ids), self.y[ids], {name: values[index] for name, values in self.columns.items()}
+            take_rows(self.x, ids),
+            self.y[ids],
+            {name: values[index] for name, values in self.columns.items()},
+            None if self.texts is None else self.texts[index],
         )
 
 
@@ -353,9 +359,11 @@ def train_test_tables(tables: Sequence[SampleTable], split: Split | None = None)
         if split is not None:
             check_no_shared_groups(train.columns, test[0].columns, split)
         return train, test[0]
-    if split is not None:
+    if split is not None or train.texts is not None:
         classes = train.y.numpy() if train.y.dim() == 1 else None
-        chosen = test_row_mask(train.columns, split, len(train), TEST_SHARE, SPLIT_SEED, classes)
+        chosen = test_row_mask(
+            train.columns, split or Split(), len(train), TEST_SHARE, SPLIT_SEED, classes, train.texts
+        )
         return train.rows(np.flatnonzero(~chosen)), train.rows(np.flatnonzero(chosen))
     strata = train.y if train.y.dim() == 1 else train.y.new_zeros(len(train))
     rows, test_rows = split_rows(strata.numpy())

@@ -63,8 +63,9 @@ def load_texts(
     """Load and tokenize a text data set. The two most recent data sets are cached until their files change.
 
     Without a label the task is ``language``: ``x [n, L]`` are token ids and ``y [n, L]`` the next tokens, both views of
-    one array; a text longer than ``block`` tokens is split into several rows. With a label the task is classification
-    of ``x [n, L]``, and longer texts are truncated. Rows are padded at the end with -1 to the length of the longest.
+    one array; a text longer than ``block`` tokens is cut into several rows, which no split or partition separates. With a
+    label the task is classification of ``x [n, L]``, and longer texts are truncated. Rows are padded at the end with -1 to
+    the length of the longest.
 
     Args:
         name: ``text:PATH``, ``multi_nli`` or ``sentences``.
@@ -177,7 +178,12 @@ def load_and_tokenize(
         rows = {where: cut_blocks(some, tokens, block, f"{name}, {where}") for where, some in texts.items()}
         filled = pad_rows([ids for ids, _ in rows.values()])
         tables = [
-            SampleTable(ids[:, :-1], ids[:, 1:], {n: values[origin] for n, values in further.items()})
+            SampleTable(
+                ids[:, :-1],
+                ids[:, 1:],
+                {n: values[origin] for n, values in further.items()},
+                origin if len(np.unique(origin)) < len(origin) else None,
+            )
             for ids, (_, origin), further in zip(filled, rows.values(), beside, strict=True)
         ]
         classes, task = tokens.size, "language"

@@ -6,7 +6,8 @@ import re
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from functools import lru_cache
+from datetime import datetime
+from functools import cached_property, lru_cache
 from importlib import import_module
 from itertools import chain, pairwise
 from pathlib import Path
@@ -18,6 +19,10 @@ from unskew.errors import DataError, explain_missing
 Text = tuple[str, ...]
 MOST = 1 << 30  # number of tokens that is never reached, so that texts are not truncated
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+TODAY = datetime(2024, 7, 26)
+"""Date in the chats of all days: that of Llama 3.1's template if it does not know the date."""
+NOW = "strftime_now"
+"""Function with which a chat template formats the time."""
 
 
 class AnsweredText(NamedTuple):
@@ -40,11 +45,11 @@ class Tokenizer(Protocol):
     def answers(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each answer, without tokens for its start and with an end token."""
 
-    def chats(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[AnsweredText]:
+    def chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[AnsweredText]:
         """Return the tokens of each chat, of which those of the assistant count.
 
         Args:
-            chats: Messages of each chat, with the entries ``role`` and ``content``.
+            chats: Messages of each chat, with the entries ``role`` and ``content``, and any others that the template reads.
 
         Raises:
             DataError: If the tokenizer has no chat template, or the template does not fit the messages.
@@ -65,7 +70,7 @@ class Tokenizer(Protocol):
 class OwnTokenizer:
     """Base class of tokenizers that need no download and have no chat template."""
 
-    def chats(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[AnsweredText]:
+    def chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[AnsweredText]:
         """Raise ``DataError``, because these tokenizers have no chat template."""
         raise DataError(
             "text.messages requires a tokenizer with a chat template. Set text.tokenizer to that of a chat model, or use "
@@ -181,14 +186,14 @@ class HuggingFaceTokenizer:
             )
         return [[*ids, end] for ids in self._ids([*texts], add_special_tokens=False)]
 
-    def chats(self, chats: Sequence[Sequence[Mapping[str, str]]]) -> list[AnsweredText]:
+    def chats(self, chats: Sequence[Sequence[Mapping[str, Any]]]) -> list[AnsweredText]:
         """Return the tokens of each chat, of which those of the assistant count.
 
         If the chat template has no generation blocks, which mark the assistant's tokens, these are the tokens that follow the
-        generation prompt.
+        generation prompt, up to the token that ends the turn. A turn with nothing before this token does not count.
 
         Args:
-            chats: Messages of each chat, with the entries ``role`` and ``content``.
+            chats: Messages of each chat, with the entries ``role`` and ``content``, and any others that the template reads.
 
         Raises:
             DataError: If the tokenizer has no chat template, or the template does not fit the messages.
@@ -201,12 +206,12 @@ class HuggingFaceTokenizer:
         marked = GENERATION.search(str(self.tokenizer.chat_template)) is not None
         return [self._marked_chat(chat) if marked else self._chat(chat) for chat in chats]
 
-    def _marked_chat(self, chat: Sequence[Mapping[str, str]]) -> AnsweredText:
+    def _marked_chat(self, chat: Sequence[Mapping[str, Any]]) -> AnsweredText:
         options = {"return_dict": True, "return_assistant_tokens_mask": True}
         encoded = self._render(chat, **options)
         return AnsweredText(encoded["input_ids"], [bool(counted) for counted in encoded["assistant_masks"]])
 
-    def _chat(self, chat: Sequence[Mapping[str, str]]) -> AnsweredText:
+    def _chat(self, chat: Sequence[Mapping[str, Any]]) -> AnsweredText:
         ids: list[int] = self._render(chat)
         counts = [False] * len(ids)
         for number, message in enumerate(chat):
@@ -219,12 +224,54 @@ class HuggingFaceTokenizer:
                     f"The chat template of {self.name!r} changes a message when others follow it, so the assistant's tokens "
                     "cannot be found. Use a template with generation blocks ({% generation %}), or chats with one answer."
                 )
-            counts[len(prompt) : len(end)] = [True] * (len(end) - len(prompt))
+            stop = self._turn_end(ids, len(prompt), len(end))
+            counts[len(prompt) : stop] = [True] * (stop - len(prompt))
         return AnsweredText(ids, counts)
 
-    def _render(self, chat: Sequence[Mapping[str, str]], **options: Any) -> Any:
+    def _turn_end(self, ids: Sequence[int], start: int, stop: int) -> int:
+        """Return where the tokens of a turn end that a model generates.
+
+        They end after the end token, or after the last special token if only whitespace follows it. The result is ``start``
+        if the turn has only special tokens and whitespace.
+        """
+        if self._is_blank(ids[start:stop]):
+            return start
+        special = [at for at in range(start, stop) if ids[at] in self._special_ids]
+        ends = [at for at in special if ids[at] == self.tokenizer.eos_token_id]
+        if ends and not self._is_blank(ids[start : ends[-1]]):
+            return ends[-1] + 1
+        return special[-1] + 1 if special and self._is_blank(ids[special[-1] : stop]) else stop
+
+    def _is_blank(self, ids: Sequence[int]) -> bool:
+        """Return whether tokens are only special ones and whitespace."""
+        others = [number for number in ids if number not in self._special_ids]
+        return not others or not self.tokenizer.decode(others).strip()
+
+    @cached_property
+    def _special_ids(self) -> frozenset[int]:
+        added = getattr(self.tokenizer, "added_tokens_decoder", {})
+        special = {*self.tokenizer.all_special_ids, *(number for number, token in added.items() if token.special)}
+        return frozenset(special - {self.tokenizer.unk_token_id})  # a word that the tokenizer does not know
+
+    @cached_property
+    def _dated_template(self) -> dict[str, str]:
+        """Option with the chat template, in which the time is that of ``TODAY``; empty if the template does not use it.
+
+        Data that change from day to day could not be reproduced. ``transformers`` passes no functions to templates, so a
+        macro replaces the one that formats the time.
+        """
+        template = self.tokenizer.get_chat_template()
+        if NOW not in template:
+            return {}
+        codes = [f"%{code}" for code in "aAbBcdDeFHIjmMpSTxXyY"] + [f"%-{code}" for code in "dHIjmMS"]
+        filters = " | ".join(f'replace("{code}", "{TODAY.strftime(code)}")' for code in codes)
+        macro = f"{{% macro {NOW}(format) %}}{{{{ format | {filters} }}}}{{% endmacro %}}{{{{ '' }}}}"
+        return {"chat_template": macro + template}
+
+    def _render(self, chat: Sequence[Mapping[str, Any]], **options: Any) -> Any:
         try:
-            return self.tokenizer.apply_chat_template([*chat], **{"return_dict": False, **options})
+            dated = self._dated_template
+            return self.tokenizer.apply_chat_template([*chat], **{"return_dict": False, **dated, **options})
         except Exception as error:  # a template may raise any error, such as that roles must alternate
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__).rstrip(".")
             roles = ", ".join(message["role"] for message in chat)

@@ -16,7 +16,7 @@ from unskew.data.federation import ClientData, Federation
 from unskew.data.load import load_partitioned, load_source_for, task_options
 from unskew.data.partition.parsing import partition_column
 from unskew.data.partition.partitioner import Partition
-from unskew.data.partitioned import PartitionedSource, packed_if_requested, rows_of_table
+from unskew.data.partitioned import PartitionedSource, packed_if_requested, padded_if_packed, rows_of_table
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.encoders import Encoder, FittedEncoders
 from unskew.data.readers.tables import SampleTable, Source
@@ -216,7 +216,7 @@ def load_site_data(
         )
         source = load_source_for(spec)
     who = f"The site {config.name}"
-    train, test = (packed_if_requested(part, experiment.text) for part in (source.train, source.test))
+    train, test = packed_if_requested(source.train, experiment.text), padded_if_packed(source.test, experiment.text)
     return SiteData(config.client, experiment.clients, who, train, test, source)
 
 
