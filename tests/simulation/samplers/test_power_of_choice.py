@@ -107,6 +107,10 @@ def test_clients_in_flight_are_no_candidates():
     assert sampler_of([1, 1, 1, 1], 3, 0.5).draw(0, in_flight=[0, 1]) == [2, 3]
 
 
+def test_nobody_is_drawn_if_no_client_is_idle():
+    assert sampler_of([1, 1, 1, 1], 4, 1.0).draw(0, in_flight=range(4)) == []
+
+
 def test_a_loss_that_is_not_a_number_counts_as_smallest():
     sampler = sampler_of([1, 1, 1, 1], 3, 0.5)
     assert sampler.select([0, 1, 2], [float("nan"), -1.0, float("inf")]) == [1, 2]
