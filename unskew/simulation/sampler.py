@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -131,13 +132,17 @@ class Sampler:
             )
             yield update
 
-    def record(self, round: int) -> None:
+    def record(self, round: int, awaited: Collection[int] = ()) -> None:
         """Update the state of the sampler with the reports of a round.
 
         Args:
             round: Number of the round, from 0.
+            awaited: Clients whose updates will arrive in a later round; others that have not arrived are lost.
         """
-        reports = [self.reports[client] for client in sorted(self.reports)]
+        reports = []
+        for client in sorted(self.reports):
+            report = self.reports[client]
+            reports.append(replace(report, lost=not report.arrived and client not in awaited))
         state = self.sampler.record(self._state, round, reports)
         if not all(isinstance(t, torch.Tensor) for t in state.values()):
             raise ConfigError(

@@ -18,7 +18,8 @@ the paper's. There, ``cutoff`` is 0.05, relative to the best client that would n
 are left out only beyond ten times as many as are drawn. Here the mean of the squared losses is the square of the mean
 training loss, which is what clients report; clients that have never taken part are drawn uniformly, and their number is
 rounded at random. Only simulated time has times of clients; without it, all scores lack the last factor. Clients that took
-part often are not excluded.
+part often are not excluded. As there, a client whose update is lost counts as having taken part: it gets the mean utility of the
+updates that arrived in the round, and the time after which its own would have.
 """
 
 from __future__ import annotations
@@ -130,9 +131,13 @@ class Oort(ClientSampler):
         return np.concatenate([explored, exploited])
 
     def record(self, state: Tensors, round: int, reports: Sequence[ClientReport]) -> Tensors:
-        """Note utilities and times; raise the percentile if the utility no longer changes, lower it if it changes much."""
+        """Note utilities and times; raise the percentile if the utility no longer changes, lower it if it changes much.
+
+        Clients whose updates are lost get the mean utility of the updates that arrived, 0 if none did.
+        """
         utility, seconds, last = (state[name].clone() for name in ("utility", "seconds", "last"))
         utilities = []
+        arrived = []
         for report in reports:
             if report.seconds is not None:
                 seconds[report.client] = report.seconds
@@ -142,8 +147,13 @@ class Oort(ClientSampler):
             value = report.num_samples * abs(report.loss) if math.isfinite(report.loss) else 0.0
             if last[report.client] > 0:
                 utilities.append(value)
+            arrived.append(value)
             utility[report.client] = value
             last[report.client] = round + 1
+        for report in reports:
+            if report.lost:
+                utility[report.client] = float(np.mean(arrived)) if arrived else 0.0
+                last[report.client] = round + 1
         mean = torch.tensor([float(np.mean(utilities)) if utilities else 0.0], dtype=torch.float64)
         history, percentile = torch.cat([state["history"][1:], mean]), state["percentile"]
         done = round + 1
