@@ -73,6 +73,16 @@ def test_candidates_receive_the_model_and_send_a_number():
 
 
 @pytest.mark.filterwarnings("ignore:With power-of-choice")
+@pytest.mark.parametrize(("sampling", "models"), [("fixed", 6), ("power-of-choice:2", 6), ("power-of-choice:4", 8)])
+def test_clients_that_a_method_asks_receive_the_model_once(sampling, models):
+    """MIME sends the model, the momentum and the mean gradient to each of the two clients."""
+    result = run(sampling, rounds=1, method="mime", lr=0.1, network={"downlink": "1kB/s"})
+    size = 8 * result.vector.numel()
+    assert result.summary["bytes_down"] == models * size
+    assert result.summary["seconds_simulated"] == pytest.approx(3 * size / 1000)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
 def test_the_virtual_clock_counts_the_exchange():
     network = {"uplink": "1kB/s", "downlink": "1kB/s"}
     chosen, fixed = (run(sampling, network=network) for sampling in ("power-of-choice:5", "fixed"))
