@@ -259,12 +259,14 @@ class LocalTrainer:
         client = setup.federation.clients[broadcast.client]
         v, b = self.inputs.initial_params(broadcast).to(device), self.inputs.initial_buffers(broadcast).to(device)
         total = 0.0
-        count = 0
+        count = 0.0
         for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
             x = self.inputs.normalize(take_rows(client.x, index))
-            losses = setup.task.losses(forward(self.model, b, v, x).logits, client.y[index].to(device))
-            total += float(losses.double().sum())
-            count += losses.numel()
+            y = client.y[index].to(device)
+            losses = setup.task.losses(forward(self.model, b, v, x).logits, y)
+            predictions = setup.task.predictions(y)  # the loss is a mean over predictions, such as the tokens of texts
+            total += float((losses.double() * predictions).sum())
+            count += float(predictions.sum())
         return Update(
             client=broadcast.client,
             origin_round=broadcast.round,
@@ -274,7 +276,7 @@ class LocalTrainer:
             buffers=b.new_zeros(0),
             upload={},
             state=ClientState(),
-            metrics={"loss": total / count},
+            metrics={"loss": total / max(1.0, count)},
         )
 
     def train(self, broadcast: Broadcast, store: CheckpointStore | None = None) -> Update:

@@ -91,7 +91,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings += check_sampling(config, run)
+    warnings += check_sampling(config, run, method)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -152,20 +152,27 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
     return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 
 
-def check_sampling(config: Experiment, run: PreRunContext) -> list[str]:
+def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> list[str]:
     """Validate the sampler of the clients; returns warnings.
 
     Args:
         config: Configuration of the run.
         run: Run to check.
+        method: Method of the run.
 
     Raises:
-        ConfigError: If the options of the sampler do not fit, or nobody may learn what it reads.
+        ConfigError: If the options of the sampler do not fit, nobody may learn what it reads, or clients do not have the
+            model whose loss it asks for.
     """
     sampler = parse_sampling(config.sampling)
     sampler.check(run.plan)
     if not (sampler.asks_loss or sampler.reads_reports):
         return []
+    if sampler.asks_loss and method.sync is not None and method.sync.trains_sub_models:
+        raise ConfigError(
+            f"sampling={sampler.name} asks clients for the loss of the model, but clients of {method.sync.name} have only "
+            "a part of it. Use sampling=oort, which reads training losses, or fixed."
+        )
     if run.plan.masked:
         run.need_no_reports("secure_aggregation=required")
     return [f"With {sampler.name} the cohorts depend on the model, so methods are not compared on the same cohorts."]

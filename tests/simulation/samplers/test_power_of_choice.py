@@ -14,6 +14,7 @@ from unskew.protocol.round_plan import RoundPlan, cohort_size
 from unskew.seeding import numpy_generator
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.samplers.power_of_choice import PowerOfChoice
+from unskew.simulation.server import Server
 
 SIZES = (10, 90, 20, 80, 30, 70, 40, 60)
 ROUNDS, STEPS, LR = 5, 3, 0.5
@@ -92,6 +93,32 @@ def test_the_virtual_clock_counts_the_exchange():
 
 
 @pytest.mark.filterwarnings("ignore:With power-of-choice")
+def test_heterofl_with_full_models_supports_power_of_choice():
+    full = run("power-of-choice:5", method="heterofl:rates=1,mask_labels=false", rounds=2)
+    assert torch.equal(full.vector, run("power-of-choice:5", rounds=2).vector)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
+def test_the_loss_of_texts_is_the_mean_over_tokens(monkeypatch):
+    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
+    y = x.roll(-1, 1)
+    y[:3, 1:] = -1  # one token instead of four
+    fed = unskew.Federation.from_arrays([(x[:4], y[:4]), (x[2:], y[2:])], test=(x, y), task="language", classes=5, holdout=0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
+    reported = []
+    ask = Server.losses
+    monkeypatch.setattr(Server, "losses", lambda *args: reported.append(ask(*args)) or reported[-1])
+    expected = [
+        float(nn.functional.cross_entropy(model(x[rows]).detach().transpose(1, 2), y[rows], ignore_index=-1))
+        for rows in (slice(4), slice(2, 6))
+    ]
+    options = {"rounds": 1, "local_steps": 1, "lr": 0.1, "participation": 0.5, "engine": "inline"}
+    unskew.run(fed, model=model, sampling="power-of-choice:2", **options)
+    assert reported[0] == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
 def test_a_resumed_run_selects_the_same_clients(tmp_path):
     whole = run("power-of-choice:5")
     run("power-of-choice:5", rounds=2, out=tmp_path / "run")
@@ -138,6 +165,8 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
         ({"sampling": "power"}, "power-of-choice"),
         ({"sampling": "power-of-choice:5", "secure_aggregation": "required"}, "secure_aggregation=required does not"),
         ({"sampling": "power-of-choice:5", "method": "dp:epsilon=8,delta=0.1"}, "dp does not"),
+        ({"sampling": "power-of-choice:5", "method": "heterofl"}, "clients of heterofl have only a part of it"),
+        ({"sampling": "power-of-choice:5", "method": "fedrolex:rates=0.5"}, "clients of fedrolex have only a part of it"),
     ],
 )
 def test_power_of_choice_rejects_invalid_values(options, message):
