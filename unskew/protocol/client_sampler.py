@@ -68,6 +68,9 @@ class ClientSampler:
     """True if drawn clients report the loss of the model before ``select`` chooses among them."""
     reads_reports: ClassVar[bool] = False
     """True if ``record`` uses losses or times of single clients."""
+    timed_options: ClassVar[tuple[str, ...]] = ()
+    """Options that have no effect without simulated time. A run without it then raises an error if they differ from their
+    defaults."""
 
     def check(self, plan: RoundPlan) -> None:
         """Validate the options against the schedule of a run (raises ``ConfigError``).

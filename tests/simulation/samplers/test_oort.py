@@ -9,6 +9,7 @@ import torch
 from support.federations import blobs
 
 import unskew
+from unskew.comparison.references import reference_config
 from unskew.errors import ConfigError
 from unskew.protocol.client_sampler import ClientReport
 from unskew.protocol.round_plan import RoundPlan, cohort_size
@@ -227,10 +228,31 @@ def test_updates_that_miss_the_deadline_are_reported_as_lost(monkeypatch):
     assert [(r.arrived, r.lost) for r in SEEN[0]] == [(False, False)] * 2
 
 
+@pytest.mark.parametrize("sampling", ["oort", "power-of-choice:8"])
+def test_with_all_clients_the_sampling_has_no_effect(sampling):
+    with pytest.warns(UserWarning) as caught:
+        run(sampling, rounds=1, participation=1.0)
+    texts = [str(warning.message) for warning in caught]
+    assert any(
+        f"sampling={sampling.partition(':')[0]} has no effect, because all clients take part" in t for t in texts
+    )
+    assert not any("cohorts depend" in text for text in texts)
+
+
+def test_references_do_not_use_losses_and_times():
+    fields = {"sampling": "oort:alpha=3", "network": {"compute": "1s"}}
+    assert [reference_config(fields, name)["sampling"] for name in ("pooled", "local")] == ["fixed", "fixed"]
+    assert reference_config({"sampling": "poisson"}, "local")["sampling"] == "poisson"
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sampling": "oort:beta=1"}, "The sampling oort has no option 'beta'"),
+        ({"sampling": "oort:alpha=1"}, "oort:alpha has no effect without simulated time"),
+        ({"sampling": "oort:percentile=50"}, "oort:percentile has no effect without simulated time"),
+        ({"sampling": "oort:pace=1"}, "oort:pace has no effect without simulated time"),
+        ({"sampling": "oort:window=5"}, "oort:window has no effect without simulated time"),
         ({"sampling": "oort:explore=2"}, "sampling=oort:explore=2 is not valid"),
         ({"sampling": "oort:2,alpha=1"}, "twice, or an option without its name"),
         ({"sampling": "ort"}, "There is no sampling 'ort'. Did you mean 'oort'"),

@@ -103,7 +103,9 @@ def test_the_loss_of_texts_is_the_mean_over_tokens(monkeypatch):
     x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
     y = x.roll(-1, 1)
     y[:3, 1:] = -1  # one token instead of four
-    fed = unskew.Federation.from_arrays([(x[:4], y[:4]), (x[2:], y[2:])], test=(x, y), task="language", classes=5, holdout=0)
+    fed = unskew.Federation.from_arrays(
+        [(x[:4], y[:4]), (x[2:], y[2:])], test=(x, y), task="language", classes=5, holdout=0
+    )
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
     reported = []
@@ -166,7 +168,10 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
         ({"sampling": "power-of-choice:5", "secure_aggregation": "required"}, "secure_aggregation=required does not"),
         ({"sampling": "power-of-choice:5", "method": "dp:epsilon=8,delta=0.1"}, "dp does not"),
         ({"sampling": "power-of-choice:5", "method": "heterofl"}, "clients of heterofl have only a part of it"),
-        ({"sampling": "power-of-choice:5", "method": "fedrolex:rates=0.5"}, "clients of fedrolex have only a part of it"),
+        (
+            {"sampling": "power-of-choice:5", "method": "fedrolex:rates=0.5"},
+            "clients of fedrolex have only a part of it",
+        ),
     ],
 )
 def test_power_of_choice_rejects_invalid_values(options, message):
