@@ -2,6 +2,7 @@
 
 import sys
 
+import numpy as np
 import pytest
 import torch
 from support.running import call
@@ -9,12 +10,15 @@ from support.running import call
 import unskew
 from unskew import plugins
 from unskew.errors import ConfigError
+from unskew.simulation.sampler import client_numbers
+from unskew.simulation.samplers.registry import parse_sampling
 from unskew.testing import check_data, check_engine, check_model, check_rule
 
 CODE = '''
 """What a package of somebody else's offers."""
 from dataclasses import dataclass
 import numpy as np
+import torch
 from torch import nn
 import unskew
 from unskew.engines.local_trainer import LocalTrainer
@@ -57,6 +61,59 @@ class RoundRobin(unskew.ClientSampler):
             return [0, 0]
         first = round * plan.cohort * self.stride
         return [(first + i) % plan.clients for i in range(plan.cohort)]
+
+
+@dataclass(frozen=True)
+class Returning(unskew.ClientSampler):
+    name = "returning"
+    asks_loss = True
+    reads_reports = True
+    hook: str
+    value: str = "None"
+
+    def returned(self, hook, value):
+        return eval(self.value, {"torch": torch, "np": np}) if hook == self.hook else value
+
+    def init(self, info):
+        return self.returned("init", {})
+
+    def draw(self, state, round, idle, plan, draws):
+        return self.returned("draw", idle)
+
+    def select(self, state, candidates, losses, plan):
+        return self.returned("select", candidates)
+
+    def record(self, state, round, reports):
+        return self.returned("record", state)
+
+    def recrod(self):
+        pass
+
+
+class Unnamed(unskew.ClientSampler):
+    def draw(self, state, round, idle, plan, draws):
+        return idle
+
+
+class WithoutDraw(unskew.ClientSampler):
+    name = "without-draw"
+
+
+class Text(Unnamed):
+    name = "text"
+    asks_loss = "yes"
+
+
+class Deaf(Unnamed):
+    name = "deaf"
+
+    def select(self, state, candidates, losses, plan):
+        return candidates
+
+
+class Idle(Unnamed):
+    name = "idle"
+    reads_reports = True
 
 
 class Counting:
@@ -104,6 +161,13 @@ halves = PACKAGE:halves
 [unskew.samplers]
 round-robin = PACKAGE:RoundRobin
 halved = PACKAGE:halves
+returning = PACKAGE:Returning
+unnamed = PACKAGE:Unnamed
+other = PACKAGE:Idle
+without-draw = PACKAGE:WithoutDraw
+text = PACKAGE:Text
+deaf = PACKAGE:Deaf
+idle = PACKAGE:Idle
 [unskew.engines]
 counting = PACKAGE:counting
 [unskew.trackers]
@@ -170,11 +234,56 @@ def test_a_sampler_of_a_package_draws_the_cohorts(package, tmp_path):
         ("round-robin:9", r"round-robin returned clients in draw.*occur twice: \[0, 0\]"),
         ("halved", r"friend 1\.2 provides 'halved'.*not a subclass of unskew.ClientSampler"),
         ("round-robbin", "Did you mean 'round-robin'"),
+        ("unnamed", r"Unnamed of the package friend 1\.2 needs the name of its entry point, 'unnamed', not None"),
+        ("other", "needs the name of its entry point, 'other', not 'idle'"),
+        ("without-draw", "must define the method 'draw'"),
+        ("text", "asks_loss must be True or False, not 'yes'"),
+        ("deaf", "defines the method 'select', which is called only with asks_loss = True"),
+        ("idle", "has reads_reports = True, so it must define the method 'record'"),
+        ("returning", "needs the option hook; write sampling=returning:hook=VALUE"),
+        ("returning:draw", "returning returned None in draw. Return a list or an array of client numbers"),
     ],
 )
 def test_a_wrong_sampler_is_rejected_with_a_remedy(package, sampling, words):
     with pytest.raises(ConfigError, match=words):
         unskew.run(data="moons", model="tiny", sampling=sampling, **RUN)
+
+
+@pytest.mark.parametrize(
+    ("hook", "value"),
+    [
+        *(
+            ("draw", value)
+            for value in ("'01'", "{0, 1}", "[0.5, 1.5]", "[True, False]", "[True, 2]", "[[0, 1]]", "[[0], []]")
+        ),
+        *(("draw", value) for value in ("1", "np.zeros(2)", "torch.ones(2)", "torch.tensor([True])", "iter([0])")),
+        *(("select", value) for value in ("None", "[0.0]")),
+        *(
+            (hook, value)
+            for hook in ("init", "record")
+            for value in ("None", "[1]", "{'a': 1.0}", "{1: torch.ones(1)}")
+        ),
+    ],
+)
+def test_wrong_results_of_a_sampler_are_rejected_in_a_sentence(package, monkeypatch, hook, value):
+    sampling = f"returning:hook={hook}"
+    sampler = parse_sampling(sampling)
+    object.__setattr__(sampler, "value", value)  # expressions cannot contain it
+    monkeypatch.setattr("unskew.runs.assembly.parse_sampling", lambda text: sampler)
+    with pytest.raises(ConfigError, match=f"The sampling returning returned .* in {hook}. Return a"):
+        unskew.run(data="moons", model="tiny", sampling=sampling, **RUN)
+
+
+@pytest.mark.parametrize(
+    "value", ["(0, 2)", "np.array([2, 0])", "torch.tensor([0, 2])", "range(0, 3, 2)", "[np.int64(2), 0]"]
+)
+def test_a_sampler_may_return_any_sequence_of_integers(value):
+    assert sorted(client_numbers(eval(value, {"np": np, "torch": torch}))) == [0, 2]
+
+
+def test_misspelled_hooks_of_a_sampler_are_reported(package):
+    with pytest.warns(UserWarning, match="returning: nothing calls or reads Returning.recrod; did you mean 'record'"):
+        unskew.run(data="moons", model="tiny", sampling="returning:hook=nothing", **RUN)
 
 
 def test_an_engine_of_a_package_gives_the_same_numbers(package, tmp_path):

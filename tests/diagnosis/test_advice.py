@@ -31,6 +31,7 @@ from unskew.diagnosis.evidence import (
 )
 from unskew.diagnosis.features import AdviceLimits, SkewFeatures
 from unskew.diagnosis.successive_halving import validate_advice
+from unskew.diagnosis.traffic_estimate import estimate_traffic
 from unskew.errors import ConfigError, DataError
 from unskew.measurements.feature_skew import feature_skew
 from unskew.methods.registry import method
@@ -375,3 +376,14 @@ def test_without_evidence_for_the_task_there_are_no_expected_gains(capsys, monke
     plain = advice.as_json()
     assert {entry["gain"] for entry in plain["suggestions"] + plain["personal"]} == {None}
     assert plain["notes"][0] == advice.caveat == str(advice).splitlines()[0]
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
+@pytest.mark.parametrize("name", ["fedavg", "fedper", "local"])
+def test_the_traffic_estimate_counts_the_candidates_of_power_of_choice(name):
+    values = {"model": "mlp", "participation": 0.25, "sampling": "power-of-choice:5", "local_steps": 1, "lr": 0.1}
+    fed = blobs([6, 30, 12, 24, 9, 18, 15, 21])
+    setting = unskew.diagnose(fed, **values, curvature=False, samples=6).setting
+    each = estimate_traffic(setting, method(name))[1]
+    summary = unskew.run(fed, method=name, rounds=4, engine="inline", **values).summary
+    assert each == (summary["bytes_up"] + summary["bytes_down"]) / 4

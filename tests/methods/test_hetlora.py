@@ -146,6 +146,11 @@ def test_traffic_is_that_of_the_components_of_each_rank():
         ("hetlora:gamma=1,lam=0.5", {}, "hetlora:lam has no effect with gamma=1"),
         ("hetlora", {"network": {"delay": "half-normal:2"}}, "all updates of a round in the same round"),
         ("hetlora", {"secure_aggregation": "required"}, "secure_aggregation"),
+        (
+            "hetlora",
+            {"sampling": "power-of-choice:2", "participation": 0.5},
+            "clients of hetlora have only a part of it",
+        ),
     ],
 )
 def test_what_does_not_fit_is_rejected(method, options, message):

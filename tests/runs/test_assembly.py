@@ -9,6 +9,7 @@ from support.tolerance import TRAINING, assert_close
 import unskew
 from unskew.errors import ConfigError
 from unskew.methods.registry import METHODS
+from unskew.simulation.sampler import Sampler
 
 SIZES = [12, 17, 9]
 
@@ -50,6 +51,43 @@ def test_the_same_method_goes_on_as_if_it_had_never_stopped(tmp_path, method):
     assert torch.equal(rest.vector, whole.vector)
     assert rest.summary["bytes_up"] == whole.summary["bytes_up"]
     assert [r["accuracy"] for r in rest.history] == [r["accuracy"] for r in whole.history]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"sampling": "oort", "participation": 0.34},
+        {"attack": {"kind": "freeride", "mode": "last", "clients": [1]}},
+        {"attack": {"kind": "mimic", "clients": [1], "warmup": 4}},
+        {"diagnose": ["updates"]},
+    ],
+    ids=["sampling", "freeride", "mimic", "diagnose"],
+)
+def test_sampler_attack_and_diagnostics_continue_as_if_the_run_had_never_stopped(tmp_path, options):
+    whole = train(rounds=6, **options)
+    train(tmp_path / "a", rounds=3, **options)
+    rest = train(tmp_path / "b", rounds=6, **options, start_from=str(tmp_path / "a"))
+    assert torch.equal(rest.vector, whole.vector)
+    assert [without_seconds(row) for row in rest.history] == [without_seconds(row) for row in whole.history]
+
+
+def without_seconds(row):
+    return {name: value for name, value in row.items() if "seconds" not in name and value == value}
+
+
+def test_a_sampler_with_other_options_begins_anew(tmp_path, monkeypatch):
+    draw = Sampler.draw
+    known = []
+
+    def drawn(sampler, round, in_flight=()):
+        known.append((round, int((sampler.state["last"] > 0).sum())))
+        return draw(sampler, round, in_flight)
+
+    monkeypatch.setattr(Sampler, "draw", drawn)
+    train(tmp_path / "a", rounds=3, participation=0.34, sampling="oort:explore=1,decay=1")
+    train(rounds=4, participation=0.34, sampling="oort:explore=1,decay=1", start_from=str(tmp_path / "a"))
+    train(rounds=4, participation=0.34, sampling="oort:explore=1", start_from=str(tmp_path / "a"))
+    assert known == [(0, 0), (1, 1), (2, 2), (3, 3), (3, 0)]
 
 
 def test_what_both_methods_keep_stays_and_the_rest_begins_anew(tmp_path):

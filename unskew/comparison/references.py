@@ -14,6 +14,7 @@ from unskew.methods.registry import REFERENCES, check_expression, method, rule_c
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import ModelLike
 from unskew.runs.validation import resolve_run
+from unskew.simulation.samplers.registry import parse_sampling
 from unskew.tasks.primary_metric import primary_metric_name
 
 BY_DEFAULT = True
@@ -74,6 +75,9 @@ def reference_config(values: Mapping[str, Any], spelling: str) -> dict[str, Any]
     fields = {**values, "network": "none", "secure_aggregation": "off", "diagnose": [], "synthetic": None}
     fields |= {"attack": None, "coefficients": False}
     fields |= {"save_samples": False, "base_run": False, "client_weighting": "auto", "buffers": "average"}
+    sampler = parse_sampling(str(fields.get("sampling", "fixed")))
+    if sampler.asks_loss or sampler.reads_reports:  # they select clients by their part in the training of one model
+        fields["sampling"] = "fixed"
     if is_local(spelling):
         return {**fields, "early_stopping": None, "keep": "last", "eval_every": ROUNDS}
     return {**fields, "participation": 1.0}

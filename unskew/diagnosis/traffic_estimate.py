@@ -6,10 +6,19 @@ import warnings
 from dataclasses import replace
 from typing import Any
 
-from unskew.data.federation import ClientData
+from unskew.config.experiment import Experiment
+from unskew.data.federation import ClientData, Federation
 from unskew.diagnosis.features import AdviceContext
+from unskew.models.spec import ModelSpec
+from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.round_plan import cohort_size
 from unskew.protocol.rules import Method
+from unskew.runs.build_model import initial_spec
 from unskew.runs.run import run_experiment
+from unskew.simulation.parameter_slices import SliceExchange, buffer_bytes
+from unskew.simulation.samplers.power_of_choice import PowerOfChoice
+from unskew.simulation.samplers.registry import parse_sampling
+from unskew.simulation.traffic import slice_bytes
 
 ROUNDS = 11
 """Number of rounds, chosen so that slices which are exchanged every tenth round are exchanged once."""
@@ -52,18 +61,46 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
         "trackers": (),
         "diagnose": (),
     }
+    if config.sampling != "poisson":  # others may not fit two clients
+        changes["sampling"] = "fixed"
     light = config.model_copy(update=changes)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # they are about the settings above, not about the user's
-        result = run_experiment(light, federation=tiny, model=setting.model, method=replace(method, data=()))
+        alone = replace(method, data=())
+        result = run_experiment(light, federation=tiny, model=setting.model, method=alone)
     # The first round is atypical, because some tensors do not exist yet, such as a method's first variates.
     first, last = (row["bytes_up"] + row["bytes_down"] for row in (result.history[0], result.history[-1]))
-    each = (last - first) / (ROUNDS - 1) / len(few) * max(1, round(config.participation * len(fed.clients)))
+    cohort = cohort_size(len(fed.clients), config.participation)
+    each = (last - first) / (ROUNDS - 1) / len(few) * cohort
+    sampler = parse_sampling(config.sampling)
+    if isinstance(sampler, PowerOfChoice):
+        spec = initial_spec(light, tiny, setting.model, alone)
+        number = spec.flatten().element_size()
+        each += (sampler.candidates - cohort) * model_bytes(light, tiny, spec, alone) + sampler.candidates * number
     inputs = x[:1].numel() * x.element_size() + 1
     num_images = sum(
         (getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.generates_data
     )
     return 2 * num_images * inputs * len(fed.clients), each
+
+
+def model_bytes(config: Experiment, federation: Federation, spec: ModelSpec, method: Method) -> float:
+    """Return the bytes of the model that a client downloads in a round, on average over rounds.
+
+    Args:
+        config: Configuration of the run.
+        federation: Data of the clients.
+        spec: Layout of the model.
+        method: Method of the run.
+    """
+    v, b = spec.flatten(), spec.flatten_buffers()
+    rules = {} if method.sync is None else {method.sync.name: method.sync.server_init(v, FederationInfo.of(federation))}
+    exchange = SliceExchange(method.sync, spec)
+    total = 0
+    for t in range(1, ROUNDS):
+        down = exchange.slices(rules, t, 0, t - 1)[0]
+        total += slice_bytes(down, v) + (buffer_bytes(spec, down, b) if config.buffers == "average" else 0)
+    return total / (ROUNDS - 1)
 
 
 def shrink_client(client: ClientData, number: int) -> ClientData:

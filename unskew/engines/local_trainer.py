@@ -263,8 +263,10 @@ class LocalTrainer:
         v, b = self.inputs.initial_params(broadcast).to(device), self.inputs.initial_buffers(broadcast).to(device)
         total = count = 0.0
         for index in torch.split(torch.arange(client.num_samples, device=client.y.device), CHUNK):
-            x, y = self.inputs.normalize(take_rows(client.x, index)), client.y[index].to(device)
-            losses, predictions = setup.task.losses(forward(self.model, b, v, x).logits, y), setup.task.predictions(y)
+            x = self.inputs.normalize(take_rows(client.x, index))
+            y = client.y[index].to(device)
+            losses = setup.task.losses(forward(self.model, b, v, x).logits, y)
+            predictions = setup.task.predictions(y)  # the loss is a mean over predictions, such as the tokens of texts
             total += float((losses.double() * predictions).sum())
             count += float(predictions.sum())
         return Update(

@@ -91,6 +91,11 @@ class HeteroFL(LogitAdjustment, PartialSharing):
         return tuple(numbers)
 
     @property
+    def trains_sub_models(self) -> bool:  # type: ignore[override]
+        """True if a client has a narrower model."""
+        return min(self.shares) < 1
+
+    @property
     def neutral(self) -> bool:
         """True if all logits stay in the loss."""
         return not self.mask_labels

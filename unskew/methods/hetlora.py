@@ -74,6 +74,11 @@ class HetLoRA(RankedFactors):
         """Return whether the factors have weights of the run, or norms as weights."""
         return "computed" if self.weighting == "norm" else "given"
 
+    @property
+    def trains_sub_models(self) -> bool:  # type: ignore[override]
+        """True if a client has, or can get, factors of a smaller rank than the model's."""
+        return bool(self.ranks) or self.gamma < 1
+
     def check(self, run: PreRunContext) -> Sequence[str]:
         """Validate the ranks, and that the penalty has an effect."""
         return super().check(run)

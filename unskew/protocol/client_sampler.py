@@ -31,16 +31,19 @@ class CohortDraws:
 class ClientReport:
     """Client of a round as the server sees it after the round.
 
-    With delays, an update that arrives in a later round is reported again in that round, with its loss.
+    With delays, an update that arrives in a later round is reported again in that round, with its loss. An update that is
+    neither ``arrived`` nor ``lost`` is in flight.
 
     Attributes:
         client: Client number.
         num_samples: Number of training samples; 0 if the update has not arrived.
         loss: Mean training loss of the local steps; None if the update has not arrived.
         steps: Number of local steps; 0 if the update has not arrived.
-        seconds: Simulated time from the start of the round to the arrival of the update; None without simulated time, for
-            clients that dropped out, and for updates of earlier rounds.
+        seconds: Simulated time from the start of the round to the arrival of the update, or to the time at which a lost
+            update would have arrived; None without simulated time, for clients that dropped out, and for updates of earlier
+            rounds.
         arrived: Whether the update arrived in this round.
+        lost: Whether the update will never arrive, because the client dropped out or missed the deadline.
     """
 
     client: int
@@ -49,6 +52,7 @@ class ClientReport:
     steps: int = 0
     seconds: float | None = None
     arrived: bool = False
+    lost: bool = False
 
 
 class ClientSampler:
@@ -64,6 +68,9 @@ class ClientSampler:
     """True if drawn clients report the loss of the model before ``select`` chooses among them."""
     reads_reports: ClassVar[bool] = False
     """True if ``record`` uses losses or times of single clients."""
+    timed_options: ClassVar[tuple[str, ...]] = ()
+    """Options that have no effect without simulated time. A run without it then raises an error if they differ from their
+    defaults."""
 
     def check(self, plan: RoundPlan) -> None:
         """Validate the options against the schedule of a run (raises ``ConfigError``).

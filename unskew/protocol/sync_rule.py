@@ -17,6 +17,9 @@ class SyncRule(WithServerHalf):
 
     supports_delays: ClassVar[bool] = False
 
+    trains_sub_models: bool = False
+    """True if clients have only a part of the model: they neither store nor train the slices that they do not download."""
+
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec
     ) -> tuple[Slices, Slices]:

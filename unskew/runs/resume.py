@@ -32,12 +32,16 @@ RESUMABLE = (
 )
 """Fields that may change when a run is resumed: they change its length or execution, but not its results per round."""
 
+OBSERVED = {"attack": "attack", "measured": "diagnose", "sampler": "sampling"}
+"""Fields on which the entries of ``Server.observed`` depend: a run that starts from another one with the same value of the
+field continues with the entry."""
+
 
 def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recorder, data: str) -> int:
     """Start from the model, traffic and history of the run in ``parent``.
 
     The state of rules that both methods contain is kept. Rules that only the new method contains start with their initial
-    state.
+    state. The states of sampler, attack and diagnostics are kept if both runs have the same ones.
 
     Args:
         parent: Folder of the other run.
@@ -82,7 +86,9 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         before = method(named) if trusted else None
     except ConfigError:  # a method that was defined in Python
         before = None
-    restore.start_from_run(path, manifest, server, before)
+    differing = differing_fields(extra["config"], config)
+    observed = [kind for kind, field in OBSERVED.items() if field not in differing]
+    restore.start_from_run(path, manifest, server, before, observed)
     recorder.adopt(check_rounds(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
     return done
 

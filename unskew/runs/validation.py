@@ -20,6 +20,7 @@ from unskew.methods.registry import METHODS, REFERENCES
 from unskew.models.names import split_models
 from unskew.models.registry import MODELS
 from unskew.option_parsing import check_options_have_effect, option_defaults
+from unskew.protocol.client_sampler import ClientSampler
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.requirements import NEEDS, why_tasks
 from unskew.protocol.rules import AggregateRule, ClientRule, DataRule, Method, Rule, ServerRule, SyncRule, Weights
@@ -29,7 +30,7 @@ from unskew.runs.coefficients import check_coefficients
 from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
-from unskew.simulation.samplers.registry import parse_sampling
+from unskew.simulation.samplers.registry import SAMPLERS, parse_sampling
 from unskew.tasks.registry import tasks_with
 
 
@@ -91,7 +92,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             f"{method.name} computes the weights of clients, so client_weighting={config.client_weighting} contradicts it. "
             "Remove client_weighting."
         )
-    warnings += check_sampling(config, run)
+    warnings += check_sampling(config, run, method)
     if config.attack is not None:
         warnings += check_attack(config.attack, federation, config.seed, run.plan.cohort)
         warnings += unsuspected_attackers(config, federation, method)
@@ -157,23 +158,62 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
     return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 
 
-def check_sampling(config: Experiment, run: PreRunContext) -> list[str]:
+def check_sampling(config: Experiment, run: PreRunContext, method: Method) -> list[str]:
     """Validate the sampler of the clients; returns warnings.
 
     Args:
         config: Configuration of the run.
         run: Run to check.
+        method: Method of the run.
 
     Raises:
-        ConfigError: If the options of the sampler do not fit, or nobody may learn what it reads.
+        ConfigError: If the options of the sampler do not fit, nobody may learn what it reads, or clients do not have the
+            model whose loss it asks for.
     """
     sampler = parse_sampling(config.sampling)
     sampler.check(run.plan)
+    check_timed_options(sampler, config)
+    warnings = misspelled_hooks(sampler)
     if not (sampler.asks_loss or sampler.reads_reports):
-        return []
+        return warnings
+    if sampler.asks_loss and method.sync is not None and method.sync.trains_sub_models:
+        raise ConfigError(
+            f"sampling={sampler.name} asks clients for the loss of the model, but clients of {method.sync.name} have only "
+            "a part of it. Use sampling=oort, which reads training losses, or fixed."
+        )
     if run.plan.masked:
         run.need_no_reports("secure_aggregation=required")
-    return [f"With {sampler.name} the cohorts depend on the model, so methods are not compared on the same cohorts."]
+    if sampler.name in SAMPLERS and run.plan.cohort == run.plan.clients:
+        return [
+            *warnings,
+            f"sampling={sampler.name} has no effect, because all clients take part in each round. Use sampling=fixed, or a "
+            "participation below 1.",
+        ]
+    return [
+        *warnings,
+        f"With {sampler.name} the cohorts depend on the model, so methods are not compared on the same cohorts.",
+    ]
+
+
+def check_timed_options(sampler: ClientSampler, config: Experiment) -> None:
+    """Validate that options for simulated time have their defaults if there is none.
+
+    Args:
+        sampler: Sampler of the run.
+        config: Configuration of the run.
+
+    Raises:
+        ConfigError: If an option without an effect has another value than its default.
+    """
+    if config.network.timed:
+        return
+    defaults = option_defaults(type(sampler))
+    option = next((name for name in sampler.timed_options if getattr(sampler, name) != defaults[name]), None)
+    if option is not None:
+        raise ConfigError(
+            f"{sampler.name}:{option} has no effect without simulated time. Remove it, or set the speed of the clients, such "
+            "as network.compute."
+        )
 
 
 def accepts_late_updates(method: Method) -> bool:
@@ -288,11 +328,10 @@ def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:
         )
 
 
-def misspelled_hooks(rule: Rule) -> list[str]:
-    """Return warnings about names in a custom rule that are similar to hook names, but are never called."""
-    kind = next(
-        kind for kind in (ClientRule, AggregateRule, ServerRule, SyncRule, DataRule, Rule) if isinstance(rule, kind)
-    )
+def misspelled_hooks(rule: Rule | ClientSampler) -> list[str]:
+    """Return warnings about names in a custom rule or sampler that are similar to hook names, but are never called."""
+    kinds = (ClientRule, AggregateRule, ServerRule, SyncRule, DataRule, Rule, ClientSampler)
+    kind = next(kind for kind in kinds if isinstance(rule, kind))
     hooks = [name for name in dir(kind) if not name.startswith("_")]
     own = {name for cls in type(rule).__mro__ if not cls.__module__.startswith("unskew.") for name in vars(cls)}
     misspelled = []

@@ -57,6 +57,11 @@ class Network:
         """Clients with an update in flight; they are not drawn until it has arrived."""
         return frozenset(update.client for update in self.pending)
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Clients whose update will arrive in a later round."""
+        return self.in_flight
+
     def drops(self, round: int, client: int) -> bool:
         """Return whether a client drops out in a round; known before it trains, so that it need not be trained.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,7 +63,9 @@ def restore(path: Path, manifest: dict[str, Any], server: Server, network: Netwo
                 raise ValueError(f"the update of client {update.client} is missing")
 
 
-def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
+def start_from_run(
+    path: Path, manifest: dict[str, Any], server: Server, before: Method | None, observed: Collection[str] = ()
+) -> None:
     """Start a method from the end of another run: its model, its traffic and the state that both methods share.
 
     Args:
@@ -72,15 +74,18 @@ def start_from_run(path: Path, manifest: dict[str, Any], server: Server, before:
         server: New server.
         before: Method of the other run, if known. Rules that both methods have with the same options keep their state;
             other rules start anew from the model.
+        observed: Entries of ``Server.observed`` to continue; the others start anew.
 
     Raises:
         CheckpointError: If the checkpoint is of another model, or is corrupted.
     """
     with checkpoint_errors(path):
-        _branch(path, manifest, server, before)
+        _branch(path, manifest, server, before, observed)
 
 
-def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method | None) -> None:
+def _branch(
+    path: Path, manifest: dict[str, Any], server: Server, before: Method | None, observed: Collection[str]
+) -> None:
     stored, setup, state = _read_server(path, manifest, server), server.setup, server.state
     _check_initial(path, stored, server)
     server.broadcaster.initial.update(stored.observed["initial"])
@@ -108,6 +113,8 @@ def _branch(path: Path, manifest: dict[str, Any], server: Server, before: Method
         rules[name] = old if half in known or alike else {**fresh, **continued}
         shared |= {name} if half in known or alike else set()
     state.restore(server_rule, setup.with_broadcast_model(rules, v), stored.b)
+    for kind in observed:
+        server.observed[kind].update(stored.observed[kind])
     parted = before is not None and method.sync is not None and before.sync is not None
     if parted:
         server.selection.use_mean(stored.mean)

@@ -101,7 +101,7 @@ def run_rounds(
                     arrivals = sampler.watch_arrived(arrivals)
                 metrics = server.aggregator.step(t, arrivals)
                 if sampler.sampler.reads_reports:
-                    sampler.record(t)
+                    sampler.record(t, network.awaited)
                 if finished(t, {"cohort": len(cohort), **metrics, **network.metrics()}):
                     return
                 stopped.extend(wait_for_runs(t))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
 
-from unskew.errors import ConfigError
+from unskew.errors import ConfigError, short_repr
 from unskew.protocol.client_sampler import ClientReport, ClientSampler, CohortDraws, FixedSampler
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.messages import Tensors, Update
@@ -52,7 +54,7 @@ class Sampler:
         if info is not None:
             self.plan = info.plan
         self.seed, self.secret = seed, secret
-        self.state: Tensors = {} if info is None else self.sampler.init(info)
+        self.state: Tensors = {} if info is None else self._checked_state(self.sampler.init(info), "init")
         self.reports: dict[int, ClientReport] = {}
 
     @property
@@ -88,14 +90,29 @@ class Sampler:
 
     def _checked(self, chosen: Sequence[int] | np.ndarray, allowed: np.ndarray, hook: str) -> list[int]:
         """Return the clients that a sampler has chosen, in ascending order."""
-        clients = np.sort(np.asarray(chosen, dtype=np.int64).reshape(-1))
-        index = np.searchsorted(allowed, clients).clip(max=len(allowed) - 1)
-        if len(clients) and (not np.array_equal(allowed[index], clients) or not np.diff(clients).all()):
+        numbers = client_numbers(chosen)
+        if numbers is None:
+            raise ConfigError(
+                f"The sampling {self.sampler.name} returned {short_repr(chosen)} in {hook}. Return a list or an array of "
+                "client numbers, such as [0, 2]."
+            )
+        clients = np.sort(numbers)
+        if not (np.isin(clients, allowed).all() and np.diff(clients).all()):
             raise ConfigError(
                 f"The sampling {self.sampler.name} returned clients in {hook} that are still training, do not exist or "
                 f"occur twice: {clients.tolist()[:20]}. Return each of the given clients at most once."
             )
         return [int(k) for k in clients]
+
+    def _checked_state(self, state: Tensors, hook: str) -> Tensors:
+        """Return the state that a hook has returned."""
+        valid = isinstance(state, Mapping) and all(isinstance(name, str) for name in state)
+        if not valid or not all(isinstance(t, torch.Tensor) for t in state.values()):
+            raise ConfigError(
+                f"The sampling {self.sampler.name} returned {short_repr(state)} in {hook}. Return a dictionary of tensors by "
+                "name."
+            )
+        return dict(state)
 
     # ---- reports ----------------------------------------------------------------------------------------------------
 
@@ -131,17 +148,42 @@ class Sampler:
             )
             yield update
 
-    def record(self, round: int) -> None:
+    def record(self, round: int, awaited: Collection[int] = ()) -> None:
         """Update the state of the sampler with the reports of a round.
 
         Args:
             round: Number of the round, from 0.
+            awaited: Clients whose updates will arrive in a later round; others that have not arrived are lost.
         """
-        reports = [self.reports[client] for client in sorted(self.reports)]
-        state = self.sampler.record(self._state, round, reports)
-        if not all(isinstance(t, torch.Tensor) for t in state.values()):
-            raise ConfigError(
-                f"The state of the sampling {self.sampler.name} after record has entries that are no tensors."
-            )
+        reports = []
+        for client in sorted(self.reports):
+            report = self.reports[client]
+            reports.append(replace(report, lost=not report.arrived and client not in awaited))
+        state = self._checked_state(self.sampler.record(self._state, round, reports), "record")
         self.state.clear()
         self.state.update(state)
+
+
+def client_numbers(chosen: Any) -> np.ndarray | None:
+    """Return the output of a hook as client numbers, int64 ``[n]``; None if it is not a list or array of integers.
+
+    Args:
+        chosen: Output of a hook.
+
+    >>> client_numbers((2, 0)).tolist(), client_numbers([0.5, 1.5]), client_numbers({0, 2})
+    ([2, 0], None, None)
+    """
+    if isinstance(chosen, torch.Tensor):
+        chosen = chosen.detach().cpu().numpy()
+    if isinstance(chosen, Sequence):
+        if any(isinstance(number, bool | np.bool_) for number in chosen):
+            return None
+    elif not isinstance(chosen, np.ndarray):
+        return None
+    try:
+        numbers = np.asarray(chosen)
+    except ValueError:  # lists of different lengths
+        return None
+    if numbers.ndim != 1 or (len(numbers) and numbers.dtype.kind not in "iu"):
+        return None
+    return numbers.astype(np.int64)

@@ -123,7 +123,7 @@ class TrafficMeter:
         return buffer_bytes(self.setup.spec, down, self.state.b) if self.setup.buffers == "average" else 0
 
     def count_models(self, round: int, downs: Iterable[tuple[int, Slices | None]]) -> None:
-        """Count the model of a round for clients that receive it before they train.
+        """Count the model of a round for clients that receive it before they train, once per client.
 
         Args:
             round: Number of the round, from 0.
@@ -132,6 +132,8 @@ class TrafficMeter:
         if self._informed[0] != round:
             self._informed = round, set()
         for client, down in downs:
+            if client in self._informed[1]:
+                continue
             self.total.count(client, "down", self._model_bytes(round, client, down), self._buffer_bytes(down))
             self._informed[1].add(client)
 

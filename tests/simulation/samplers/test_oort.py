@@ -9,6 +9,7 @@ import torch
 from support.federations import blobs
 
 import unskew
+from unskew.comparison.references import reference_config
 from unskew.errors import ConfigError
 from unskew.protocol.client_sampler import ClientReport
 from unskew.protocol.round_plan import RoundPlan, cohort_size
@@ -147,6 +148,36 @@ def test_slow_clients_are_not_drawn_again_if_enough_are_fast(tmp_path):
     assert list(np.diff(ends)[3:]) == [2.0] * 16
 
 
+def test_lost_clients_get_the_mean_utility_and_their_time():
+    rule = Oort()
+    state = rule.init(SimpleNamespace(clients=5))
+    lost = ClientReport(2, seconds=9.0, lost=True)
+    in_flight = ClientReport(3, seconds=8.0)
+    state = rule.record(state, 4, [*reports({0: 1.0, 1: 3.0}), lost, in_flight])
+    assert state["utility"].tolist() == [10, 30, 20, 0, 0]
+    assert state["last"].tolist() == [5, 5, 5, 0, 0]
+    assert state["seconds"][2] == 9
+    state = rule.record(state, 5, [lost])
+    assert state["utility"][2] == 0  # no update arrived in this round
+
+
+@pytest.mark.filterwarnings(WARNING)
+@pytest.mark.filterwarnings("ignore:.*deadline")
+def test_clients_that_always_miss_the_deadline_are_drawn_less_than_uniformly(tmp_path, monkeypatch):
+    cohorts = []
+    draw = Sampler.draw
+    monkeypatch.setattr(Sampler, "draw", lambda *args: cohorts.append(draw(*args)) or cohorts[-1])
+    rows = [f"{k},inf,inf,0,{1 if k % 4 else 50}" for k in range(20)]
+    (tmp_path / "speeds.csv").write_text("\n".join(["client,uplink,downlink,latency,compute", *rows]))
+    options = {"rounds": 40, "network": {"trace": str(tmp_path / "speeds.csv"), "deadline": 10}}
+    fed = blobs([9] * 20)
+    settings = {"model": "logistic", "participation": 0.25, "local_steps": 2, "lr": 0.1, "engine": "inline"}
+    unskew.run(fed, method="fedavg:discard_late=true", sampling="oort", **settings, **options)
+    slow = [k % 4 == 0 for cohort in cohorts[20:] for k in cohort]
+    assert len(slow) == 100
+    assert np.mean(slow) < 0.25 / 2  # uniform draws have 0.25
+
+
 class Recording(Oort):
     """Keeps the reports."""
 
@@ -179,15 +210,49 @@ def test_late_updates_are_reported_when_they_arrive(monkeypatch):
     run(rounds=3, network={"delay": "fixed:1"})
     sent, late = SEEN[:2]
     assert [(r.loss, r.num_samples, r.seconds, r.arrived) for r in sent] == [(None, 0, None, False)] * 2
+    assert not any(r.lost for r in [*sent, *late])
     arrived = {r.client for r in late if r.arrived}
     assert arrived == {r.client for r in sent}
     assert all(r.loss > 0 for r in late if r.arrived)
+
+
+@pytest.mark.filterwarnings(WARNING)
+@pytest.mark.filterwarnings("ignore:.*deadline")
+def test_updates_that_miss_the_deadline_are_reported_as_lost(monkeypatch):
+    monkeypatch.setitem(unskew.simulation.samplers.registry.SAMPLERS, "oort", f"{__name__}:Recording")
+    SEEN.clear()
+    run(method="fedavg:discard_late=true", rounds=1, network={"compute": "2s", "deadline": "3s"})
+    assert [(r.loss, r.seconds, r.arrived, r.lost) for r in SEEN[0]] == [(None, 4.0, False, True)] * 2
+    SEEN.clear()
+    run(rounds=1, network={"compute": "2s", "deadline": "3s"})
+    assert [(r.arrived, r.lost) for r in SEEN[0]] == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("sampling", ["oort", "power-of-choice:8"])
+def test_with_all_clients_the_sampling_has_no_effect(sampling):
+    with pytest.warns(UserWarning) as caught:
+        run(sampling, rounds=1, participation=1.0)
+    texts = [str(warning.message) for warning in caught]
+    assert any(
+        f"sampling={sampling.partition(':')[0]} has no effect, because all clients take part" in t for t in texts
+    )
+    assert not any("cohorts depend" in text for text in texts)
+
+
+def test_references_do_not_use_losses_and_times():
+    fields = {"sampling": "oort:alpha=3", "network": {"compute": "1s"}}
+    assert [reference_config(fields, name)["sampling"] for name in ("pooled", "local")] == ["fixed", "fixed"]
+    assert reference_config({"sampling": "poisson"}, "local")["sampling"] == "poisson"
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"sampling": "oort:beta=1"}, "The sampling oort has no option 'beta'"),
+        ({"sampling": "oort:alpha=1"}, "oort:alpha has no effect without simulated time"),
+        ({"sampling": "oort:percentile=50"}, "oort:percentile has no effect without simulated time"),
+        ({"sampling": "oort:pace=1"}, "oort:pace has no effect without simulated time"),
+        ({"sampling": "oort:window=5"}, "oort:window has no effect without simulated time"),
         ({"sampling": "oort:explore=2"}, "sampling=oort:explore=2 is not valid"),
         ({"sampling": "oort:2,alpha=1"}, "twice, or an option without its name"),
         ({"sampling": "ort"}, "There is no sampling 'ort'. Did you mean 'oort'"),

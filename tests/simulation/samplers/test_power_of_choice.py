@@ -14,6 +14,7 @@ from unskew.protocol.round_plan import RoundPlan, cohort_size
 from unskew.seeding import numpy_generator
 from unskew.simulation.sampler import Sampler
 from unskew.simulation.samplers.power_of_choice import PowerOfChoice
+from unskew.simulation.server import Server
 
 SIZES = (10, 90, 20, 80, 30, 70, 40, 60)
 ROUNDS, STEPS, LR = 5, 3, 0.5
@@ -73,12 +74,50 @@ def test_candidates_receive_the_model_and_send_a_number():
 
 
 @pytest.mark.filterwarnings("ignore:With power-of-choice")
+@pytest.mark.parametrize(("sampling", "models"), [("fixed", 6), ("power-of-choice:2", 6), ("power-of-choice:4", 8)])
+def test_clients_that_a_method_asks_receive_the_model_once(sampling, models):
+    """MIME sends the model, the momentum and the mean gradient to each of the two clients."""
+    result = run(sampling, rounds=1, method="mime", lr=0.1, network={"downlink": "1kB/s"})
+    size = 8 * result.vector.numel()
+    assert result.summary["bytes_down"] == models * size
+    assert result.summary["seconds_simulated"] == pytest.approx(3 * size / 1000)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
 def test_the_virtual_clock_counts_the_exchange():
     network = {"uplink": "1kB/s", "downlink": "1kB/s"}
     chosen, fixed = (run(sampling, network=network) for sampling in ("power-of-choice:5", "fixed"))
     # Candidates receive the model before the round instead of in it, and send one number more.
     difference = chosen.summary["seconds_simulated"] - fixed.summary["seconds_simulated"]
     assert difference == pytest.approx(ROUNDS * 8 / 1000, rel=1e-9)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
+def test_heterofl_with_full_models_supports_power_of_choice():
+    full = run("power-of-choice:5", method="heterofl:rates=1,mask_labels=false", rounds=2)
+    assert torch.equal(full.vector, run("power-of-choice:5", rounds=2).vector)
+
+
+@pytest.mark.filterwarnings("ignore:With power-of-choice")
+def test_the_loss_of_texts_is_the_mean_over_tokens(monkeypatch):
+    x = torch.randint(0, 5, (6, 4), generator=torch.Generator().manual_seed(0))
+    y = x.roll(-1, 1)
+    y[:3, 1:] = -1  # one token instead of four
+    fed = unskew.Federation.from_arrays(
+        [(x[:4], y[:4]), (x[2:], y[2:])], test=(x, y), task="language", classes=5, holdout=0
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
+    reported = []
+    ask = Server.losses
+    monkeypatch.setattr(Server, "losses", lambda *args: reported.append(ask(*args)) or reported[-1])
+    expected = [
+        float(nn.functional.cross_entropy(model(x[rows]).detach().transpose(1, 2), y[rows], ignore_index=-1))
+        for rows in (slice(4), slice(2, 6))
+    ]
+    options = {"rounds": 1, "local_steps": 1, "lr": 0.1, "participation": 0.5, "engine": "inline"}
+    unskew.run(fed, model=model, sampling="power-of-choice:2", **options)
+    assert reported[0] == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.filterwarnings("ignore:With power-of-choice")
@@ -107,6 +146,10 @@ def test_clients_in_flight_are_no_candidates():
     assert sampler_of([1, 1, 1, 1], 3, 0.5).draw(0, in_flight=[0, 1]) == [2, 3]
 
 
+def test_nobody_is_drawn_if_no_client_is_idle():
+    assert sampler_of([1, 1, 1, 1], 4, 1.0).draw(0, in_flight=range(4)) == []
+
+
 def test_a_loss_that_is_not_a_number_counts_as_smallest():
     sampler = sampler_of([1, 1, 1, 1], 3, 0.5)
     assert sampler.select([0, 1, 2], [float("nan"), -1.0, float("inf")]) == [1, 2]
@@ -124,6 +167,11 @@ def test_a_loss_that_is_not_a_number_counts_as_smallest():
         ({"sampling": "power"}, "power-of-choice"),
         ({"sampling": "power-of-choice:5", "secure_aggregation": "required"}, "secure_aggregation=required does not"),
         ({"sampling": "power-of-choice:5", "method": "dp:epsilon=8,delta=0.1"}, "dp does not"),
+        ({"sampling": "power-of-choice:5", "method": "heterofl"}, "clients of heterofl have only a part of it"),
+        (
+            {"sampling": "power-of-choice:5", "method": "fedrolex:rates=0.5"},
+            "clients of fedrolex have only a part of it",
+        ),
     ],
 )
 def test_power_of_choice_rejects_invalid_values(options, message):

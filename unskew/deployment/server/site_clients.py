@@ -59,6 +59,11 @@ class SitesNetwork(Network):
             return frozenset(self.engine.in_flight | self.present.away())
         return frozenset(self.engine.in_flight | {*self.sites.excluded} if self.asynchronous else ())
 
+    @property
+    def awaited(self) -> frozenset[int]:
+        """Clients with a pending update; unlike ``in_flight``, this waits for no site."""
+        return frozenset(self.engine.in_flight)
+
     def deliver(self, round: int, results: Iterable[Update]) -> Iterator[Update]:
         """Yield all updates that have arrived."""
         if not self.asynchronous:

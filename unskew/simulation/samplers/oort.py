@@ -13,12 +13,25 @@ times the smallest score that would be chosen without randomness. ``U_clip`` is 
 percentile of the clients' times, which rises by ``pace`` whenever the summed utilities of ``window`` rounds stay within 10 %
 of those of the rounds before. If the difference is at least five times those, it falls by ``pace``, but not below ``pace``.
 
-Formulas and constants are those of the authors' code (``oort.py`` of SymbioticLab/FedScale), except for the cutoff, which is
-the paper's. There, ``cutoff`` is 0.05, relative to the best client that would not be chosen, and clients with smaller scores
-are left out only beyond ten times as many as are drawn. Here the mean of the squared losses is the square of the mean
-training loss, which is what clients report; clients that have never taken part are drawn uniformly, and their number is
-rounded at random. Only simulated time has times of clients; without it, all scores lack the last factor. Clients that took
-part often are not excluded.
+Formulas and constants are those of the authors' code (``thirdparty/oort/oort.py`` of SymbioticLab/FedScale), with these
+differences:
+
+- The cutoff is the paper's. There, ``cutoff`` is 0.05, relative to the best client that would not be chosen, and clients with
+  smaller scores are left out only beyond ten times as many as are drawn.
+- The mean of the squared losses is the square of the mean training loss, which is what clients report.
+- The share of clients that have never taken part is ``explore`` in the first round. There, it decays before it is first used,
+  so that it is ``explore decay``. Its number of clients is rounded at random, there down.
+- Clients that have never taken part are drawn uniformly; there, larger and faster ones are preferred.
+- ``T`` is a percentile of the times of clients whose time is known, interpolated. There, it is one of the times of all
+  registered clients, which the server knows before they take part.
+- ``min U``, ``max U`` and the quantile, which is interpolated, are over all clients that have taken part. There, they are
+  over all clients that can be drawn, with initial utilities of those that have not taken part, and ``min U`` is multiplied by
+  0.999.
+- Clients that took part often are not excluded.
+
+As there, a client whose update is lost counts as having taken part: it gets the mean utility of the updates that arrived in
+the round, and the time after which its own would have arrived. Only simulated time has times of clients; without it, all
+scores lack the last factor, and ``alpha``, ``percentile``, ``pace`` and ``window`` have no effect.
 """
 
 from __future__ import annotations
@@ -59,6 +72,7 @@ class Oort(ClientSampler):
 
     name: ClassVar[str] = "oort"
     reads_reports: ClassVar[bool] = True
+    timed_options: ClassVar[tuple[str, ...]] = ("alpha", "percentile", "pace", "window")
 
     alpha: Annotated[float, Field(ge=0)] = 2.0
     explore: Share = 0.9
@@ -130,9 +144,13 @@ class Oort(ClientSampler):
         return np.concatenate([explored, exploited])
 
     def record(self, state: Tensors, round: int, reports: Sequence[ClientReport]) -> Tensors:
-        """Note utilities and times; raise the percentile if the utility no longer changes, lower it if it changes much."""
+        """Note utilities and times; raise the percentile if the utility no longer changes, lower it if it changes much.
+
+        Clients whose updates are lost get the mean utility of the updates that arrived, 0 if none did.
+        """
         utility, seconds, last = (state[name].clone() for name in ("utility", "seconds", "last"))
         utilities = []
+        arrived = []
         for report in reports:
             if report.seconds is not None:
                 seconds[report.client] = report.seconds
@@ -142,8 +160,13 @@ class Oort(ClientSampler):
             value = report.num_samples * abs(report.loss) if math.isfinite(report.loss) else 0.0
             if last[report.client] > 0:
                 utilities.append(value)
+            arrived.append(value)
             utility[report.client] = value
             last[report.client] = round + 1
+        for report in reports:
+            if report.lost:
+                utility[report.client] = float(np.mean(arrived)) if arrived else 0.0
+                last[report.client] = round + 1
         mean = torch.tensor([float(np.mean(utilities)) if utilities else 0.0], dtype=torch.float64)
         history, percentile = torch.cat([state["history"][1:], mean]), state["percentile"]
         done = round + 1

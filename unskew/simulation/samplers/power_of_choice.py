@@ -51,7 +51,9 @@ class PowerOfChoice(ClientSampler):
         return {"sizes": torch.as_tensor(np.asarray(info.sizes()), dtype=torch.int64)}
 
     def draw(self, state: Tensors, round: int, idle: np.ndarray, plan: RoundPlan, draws: CohortDraws) -> np.ndarray:
-        """Draw the candidates, with probabilities proportional to their numbers of samples."""
+        """Draw the candidates, with probabilities proportional to their numbers of samples; nobody if no client is idle."""
+        if not len(idle):
+            return idle
         sizes = state["sizes"].numpy()[idle]
         return draws.generator.choice(idle, size=min(self.candidates, len(idle)), replace=False, p=sizes / sizes.sum())
 
