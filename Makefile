@@ -69,7 +69,7 @@ help:  ## list the targets
 demo: .venv/demo-installed  ## compare four methods on skewed handwritten digits
 	$(BIN)/unskew demo
 
-test: .venv/installed  ## the quick test suite, in about seven minutes on two cores
+test: .venv/installed  ## the quick test suite, in about eleven minutes on two cores
 	$(TEST) -m "not slow" $(ARGS)
 
 test-unit: .venv/installed  ## the tests of single modules that start no process and no run, in less than a minute on two cores
