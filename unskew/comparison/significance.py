@@ -71,7 +71,7 @@ def mean_over_clients(groups: Sequence[Sequence[float]]) -> Estimate:
 
     Several groups are the clients of several seeds, which divide the same samples anew. The groups are treated as
     repetitions of one measurement, so that more seeds do not narrow the interval. If all clients of each seed have the same
-    value, there is no interval, because it cannot be computed without a spread.
+    value, the interval is None, because it cannot be computed without a spread.
 
     Args:
         groups: Values of the clients of each group.

@@ -91,7 +91,7 @@ class HeteroFL(LogitAdjustment, PartialSharing):
         return tuple(numbers)
 
     @property
-    def trains_sub_models(self) -> bool:  # type: ignore[override]
+    def trains_sub_models(self) -> bool:
         """True if a client has a narrower model."""
         return min(self.shares) < 1
 

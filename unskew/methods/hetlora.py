@@ -75,7 +75,7 @@ class HetLoRA(RankedFactors):
         return "computed" if self.weighting == "norm" else "given"
 
     @property
-    def trains_sub_models(self) -> bool:  # type: ignore[override]
+    def trains_sub_models(self) -> bool:
         """True if a client has, or can get, factors of a smaller rank than the model's."""
         return bool(self.ranks) or self.gamma < 1
 

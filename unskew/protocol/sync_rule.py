@@ -17,8 +17,10 @@ class SyncRule(WithServerHalf):
 
     supports_delays: ClassVar[bool] = False
 
-    trains_sub_models: bool = False
-    """True if clients have only a part of the model: they neither store nor train the slices that they do not download."""
+    @property
+    def trains_sub_models(self) -> bool:
+        """True if clients have only a part of the model, and neither store nor train slices that they do not download."""
+        return False
 
     def exchanged_slices(
         self, state: Tensors, round: int, client: int, last: int | None, spec: ModelSpec

@@ -224,7 +224,7 @@ SHORT = {"local_epochs": 1, "eval_clients": 0}
 
 @cache
 def reference_of(host):
-    """What FedCOG gives with a host on the inline engine."""
+    """Return the run of FedCOG with a host on the inline engine."""
     return train(f"fedcog:start_round=0,n=8,g_steps=2,lambda_kd=1+{CHEAPER.get(host, host)}", **SHORT)
 
 

@@ -19,9 +19,9 @@ from unskew.errors import DataError, explain_missing
 Text = tuple[str, ...]
 MOST = 1 << 30  # number of tokens that is never reached, so that texts are not truncated
 GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
-TODAY = datetime(2024, 7, 26)
+CHAT_DATE = datetime(2024, 7, 26)
 """Date in the chats of all days: that of Llama 3.1's template if it does not know the date."""
-NOW = "strftime_now"
+TIME_FUNCTION = "strftime_now"
 """Function with which a chat template formats the time."""
 
 
@@ -255,17 +255,17 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def _dated_template(self) -> dict[str, str]:
-        """Option with the chat template, in which the time is that of ``TODAY``; empty if the template does not use it.
+        """Option with the chat template, in which the time is that of ``CHAT_DATE``; empty if the template does not use it.
 
         Data that change from day to day could not be reproduced. ``transformers`` passes no functions to templates, so a
         macro replaces the one that formats the time.
         """
         template = self.tokenizer.get_chat_template()
-        if NOW not in template:
+        if TIME_FUNCTION not in template:
             return {}
         codes = [f"%{code}" for code in "aAbBcdDeFHIjmMpSTxXyY"] + [f"%-{code}" for code in "dHIjmMS"]
-        filters = " | ".join(f'replace("{code}", "{TODAY.strftime(code)}")' for code in codes)
-        macro = f"{{% macro {NOW}(format) %}}{{{{ format | {filters} }}}}{{% endmacro %}}{{{{ '' }}}}"
+        filters = " | ".join(f'replace("{code}", "{CHAT_DATE.strftime(code)}")' for code in codes)
+        macro = f"{{% macro {TIME_FUNCTION}(format) %}}{{{{ format | {filters} }}}}{{% endmacro %}}{{{{ '' }}}}"
         return {"chat_template": macro + template}
 
     def _render(self, chat: Sequence[Mapping[str, Any]], **options: Any) -> Any:
