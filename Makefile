@@ -6,6 +6,9 @@ BIN = .venv/bin
 # Bytecode is kept whatever the shell says: else each process that a test starts would compile the package again.
 export PYTHONDONTWRITEBYTECODE =
 
+# Bytecode of the modules that are imported is made then; that of all of them would take a third of the installation.
+INSTALL = -m pip install --quiet --disable-pip-version-check --no-compile
+
 TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 
 .PHONY: help demo test test-unit test-lowest coverage test-all test-slow test-kernels test-methods test-cluster test-sites conformance newcomer fuzz check audit lock bench docs screenshots gallery format clean
@@ -13,28 +16,28 @@ TEST = $(BIN)/python -m pytest -n auto --dist loadgroup
 .venv/demo-installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "unskew needs Python 3.11 or later; choose one with: make PYTHON=python3.12"'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[hub,report]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt torch
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[hub,report]'
 	touch $@
 
 .venv/installed: .venv/demo-installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(BIN)/python $(INSTALL) --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
 # The lowest versions in pyproject.toml, which have builds for Python 3.11 to 3.13.
 .venv-lowest/installed: pyproject.toml constraints-lowest.txt
 	test -x .venv-lowest/bin/python || $(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-lowest.txt --editable '.[dev]'
+	.venv-lowest/bin/python $(INSTALL) --constraint constraints-lowest.txt --editable '.[dev]'
 	touch $@
 
 # Flower wants other versions: an environment of its own. All but PyTorch, which has a build for each kind of machine, is
 # installed by hash. FLOWER=1.41.0 then replaces Flower by another supported version, with what it needs.
 .venv-deploy/installed: pyproject.toml requirements-deploy.txt
 	test -x .venv-deploy/bin/python || $(PYTHON) -m venv .venv-deploy
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --requirement requirements-deploy.txt
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-deploy.txt torch
-	test -z "$(FLOWER)" || .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "flwr==$(FLOWER)"
-	.venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	.venv-deploy/bin/python $(INSTALL) --no-deps --require-hashes --requirement requirements-deploy.txt
+	.venv-deploy/bin/python $(INSTALL) --constraint constraints-deploy.txt torch
+	test -z "$(FLOWER)" || .venv-deploy/bin/python $(INSTALL) "flwr==$(FLOWER)"
+	.venv-deploy/bin/python $(INSTALL) --no-deps --no-build-isolation --editable .
 	touch $@
 
 TORCH = torch triton cuda-bindings cuda-pathfinder cuda-toolkit $(addprefix nvidia-,cublas cuda-cupti cuda-nvrtc cuda-runtime \
@@ -49,7 +52,7 @@ lock: .venv-deploy/installed  ## requirements-deploy.txt: the versions of constr
 
 .venv-audit/installed: constraints-audit.txt  ## environment of the audit tools
 	test -x .venv-audit/bin/python || $(PYTHON) -m venv .venv-audit
-	.venv-audit/bin/python -m pip install --quiet --disable-pip-version-check --requirement constraints-audit.txt
+	.venv-audit/bin/python $(INSTALL) --requirement constraints-audit.txt
 	touch $@
 
 DOCSTRINGS = --select=DOC1,DOC3,DOC4 --style=google --arg-type-hints-in-docstring=False --check-return-types=False \
