@@ -9,6 +9,7 @@ from support.running import call
 
 import unskew
 from unskew import plugins
+from unskew.diagnosis.traffic_estimate import estimate_traffic
 from unskew.errors import ConfigError
 from unskew.simulation.sampler import client_numbers
 from unskew.simulation.samplers.registry import parse_sampling
@@ -225,6 +226,15 @@ def test_a_sampler_of_a_package_draws_the_cohorts(package, tmp_path):
     assert result.summary["rounds"] == 3
     same = unskew.run(data="moons", model="tiny", sampling="round-robin:stride=2", **options)
     assert torch.equal(same.vector, result.vector)
+
+
+def test_the_traffic_estimate_counts_the_losses_that_a_sampler_of_a_package_asks_for(package):
+    values = {"data": "moons", "sampling": "returning:hook=nothing", **RUN}
+    setting = unskew.diagnose(model="tiny", **values, curvature=False, samples=6).setting
+    summary = unskew.run(model="tiny", **values).summary
+    each = summary["bytes_up"] + summary["bytes_down"]
+    assert estimate_traffic(setting, unskew.method("fedavg"))[1] == each
+    assert each == unskew.run(model="tiny", **{**values, "sampling": "fixed"}).summary["bytes_up"] * 2 + 3 * 4  # three losses
 
 
 @pytest.mark.parametrize(

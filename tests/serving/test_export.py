@@ -624,6 +624,24 @@ def test_models_of_texts_are_written_for_transformers(tmp_path, task):
             unskew.load_predictor(tmp_path / "run")
 
 
+def test_a_model_of_token_arrays_is_exported_without_a_tokenizer(tmp_path):
+    transformers = pytest.importorskip("transformers")
+    from support.tiny import OPT
+
+    ids = np.random.default_rng(0).integers(0, 300, (20, 9))
+    pair = ids[:, :-1], ids[:, 1:]
+    fed = unskew.Federation.from_arrays([pair, pair], test=pair, task="language", classes=300)
+    model = {"hf": "opt", "pretrained": False, "config": OPT}
+    unskew.run(fed, model=model, rounds=1, local_steps=1, lr=0.01, engine="inline", out=tmp_path / "run")
+    done = unskew.export(tmp_path / "run", "transformers")
+    assert "the model was trained on arrays of token ids" in (done.folder / "README.md").read_text()
+    net = transformers.AutoModelForCausalLM.from_pretrained(done.folder).eval()
+    x = torch.from_numpy(ids[:3, :-1])
+    with torch.no_grad():
+        logits = net(input_ids=x).logits
+        assert torch.allclose(logits, open_run(tmp_path / "run").module(x), atol=TOLERANCE)
+
+
 @pytest.mark.parametrize("kind", ["bytes", "words"])
 def test_an_exported_model_of_prompts_and_answers_stops_at_the_end_token_of_training(tmp_path, kind):
     transformers = pytest.importorskip("transformers")

@@ -14,9 +14,10 @@ from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.round_plan import cohort_size
 from unskew.protocol.rules import Method
 from unskew.runs.build_model import initial_spec
+from unskew.runs.round_plan import make_round_plan
 from unskew.runs.run import run_experiment
 from unskew.simulation.parameter_slices import SliceExchange, buffer_bytes
-from unskew.simulation.samplers.power_of_choice import PowerOfChoice
+from unskew.simulation.sampler import Sampler
 from unskew.simulation.samplers.registry import parse_sampling
 from unskew.simulation.traffic import slice_bytes
 
@@ -73,10 +74,12 @@ def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, flo
     cohort = cohort_size(len(fed.clients), config.participation)
     each = (last - first) / (ROUNDS - 1) / len(few) * cohort
     sampler = parse_sampling(config.sampling)
-    if isinstance(sampler, PowerOfChoice):
+    if sampler.asks_loss:
+        info = replace(FederationInfo.of(fed), plan=make_round_plan(config, len(fed.clients), alone))
+        asked = len(Sampler(len(fed.clients), config.participation, config.seed, sampler, info).draw(0))
         spec = initial_spec(light, tiny, setting.model, alone)
         number = spec.flatten().element_size()
-        each += (sampler.candidates - cohort) * model_bytes(light, tiny, spec, alone) + sampler.candidates * number
+        each += (asked - cohort) * model_bytes(light, tiny, spec, alone) + asked * number
     inputs = x[:1].numel() * x.element_size() + 1
     num_images = sum(
         (getattr(rule, "n_syn", None) or float(fed.sizes.mean())) for rule in method.data if rule.generates_data

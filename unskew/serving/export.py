@@ -91,7 +91,7 @@ def export(
 
 
 def save_pretrained(opened: OpenedRun, folder: Path) -> None:
-    """Write a folder that ``transformers`` can load, with the tokenizer.
+    """Write a folder that ``transformers`` can load, with the tokenizer unless tokens are bytes or come from arrays.
 
     Generation with a model of prompts and answers stops at the token that ends answers in training.
 
@@ -111,11 +111,11 @@ def save_pretrained(opened: OpenedRun, folder: Path) -> None:
     names = opened.inputs.names
     if not opened.inputs.objective.tokens:
         net.config.id2label, net.config.label2id = dict(enumerate(names)), {name: k for k, name in enumerate(names)}
-    tokens = make_tokenizer(str(opened.inputs.tokenizer))
-    if opened.config.text.answer is not None and opened.inputs.objective.tokens:
+    tokens = None if opened.inputs.tokenizer is None else make_tokenizer(opened.inputs.tokenizer)
+    if tokens is not None and opened.config.text.answer is not None and opened.inputs.objective.tokens:
         net.config.eos_token_id = net.generation_config.eos_token_id = tokens.answers([""])[0][-1]
     opened.module.save(folder)  # type: ignore[operator]
     tokenizer: Any = getattr(tokens, "tokenizer", None)
-    if tokenizer is not None:  # otherwise tokens are bytes, as the model card states
+    if tokenizer is not None:  # otherwise the model card states what tokens are
         tokenizer.model_max_length = opened.inputs.block
         tokenizer.save_pretrained(folder)

@@ -35,6 +35,10 @@ USES = {
     "torchscript": 'model = torch.jit.load("model.pt")\nprobabilities = model(inputs)',
     "onnx": 'session = onnxruntime.InferenceSession("model.onnx")\nprobabilities = session.run(None, {"inputs": inputs})[0]',
 }
+WITHOUT_TOKENIZER = {
+    "bytes": "The folder has no tokenizer: token ids are the bytes of the text, preceded by 256. ",
+    None: "The folder has no tokenizer: the model was trained on arrays of token ids. ",
+}
 
 SIMULATED = "The model was trained in a simulation: the clients were parts of one data set on one machine."
 UNKNOWN = "No metrics of this model are known."
@@ -340,9 +344,7 @@ def use_text(opened: OpenedRun, kind: str) -> str:
     """
     if kind == "transformers":
         kinds = "AutoModelForCausalLM" if opened.inputs.objective.tokens else "AutoModelForSequenceClassification"
-        bytes_ = opened.inputs.tokenizer == "bytes"
-        note = "Token ids are the bytes of the text, preceded by 256; there is no tokenizer. " if bytes_ else ""
-        note += prompt_text(opened)
+        note = WITHOUT_TOKENIZER.get(opened.inputs.tokenizer, "") + prompt_text(opened)
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
     types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
