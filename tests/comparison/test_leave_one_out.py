@@ -119,8 +119,9 @@ def test_named_clients_are_unseen(table):
 def test_a_client_without_held_out_samples_has_no_metric_on_them():
     """Its rows have the accuracy on the test set, weighted by its classes."""
     here = {"name": "a", "client": 0, "samples": 9, "num_held_out": 0, "accuracy": 0.7, "personal_accuracy": 0.8}
-    left_out = {**here, "unseen": True, "all_accuracy": 0.6}
+    left_out = {**here, "unseen": True, "num_all": 7, "all_accuracy": 0.6}
     row = site_row("fedavg", "a", [[here]], [[left_out]], "accuracy")
+    assert row["samples"] == 7
     assert (row["all"], row["without"], row["with"], row["difference"]) == (0.6, None, None, None)
     tested = site_row("ft", "a", [[{**here, "num_held_out": 5}]], [[{**left_out, "num_held_out": 5}]], "accuracy")
     assert (tested["without"], tested["with"], tested["difference"]) == (0.8, 0.8, 0)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from support.federations import blobs
@@ -68,6 +69,38 @@ def test_the_metrics_are_those_of_the_model_on_the_held_out_samples(tmp_path):
     assert [row["client"] for row in rows] == list(range(6))
     assert [row.get("unseen", False) for row in rows] == [False] * 4 + [True] * 2
     assert [row["accuracy"] for row in rows[4:]] == pytest.approx(scores, abs=1e-9)
+
+
+def test_all_samples_of_an_unseen_client_are_those_of_patients_on_whom_nobody_trains(tmp_path):
+    draws = np.random.default_rng(3)
+    n = 300
+    patient, site = draws.integers(0, 60, n), draws.choice(["a", "b", "c"], n)
+    age = np.round(draws.normal(50, 9, n), 3)
+    ill = (draws.random(60) < 0.5)[patient].astype(int)
+    frame = pd.DataFrame({"patient": patient, "site": site, "age": age, "ill": ill})
+    frame.to_csv(tmp_path / "v.csv", index=False)
+    data = {"data": f"table:{tmp_path / 'v.csv'}", "label": "ill", "partition": "natural:site", "features": ["age"]}
+    data |= {"split_by": "patient", "holdout": 0.5}
+    result = unskew.run(**data, **RUN | {"model": "logistic", "participation": 1.0}, unseen="c")
+    drawn = load_partitioned(DataSpec(**data), 0)
+    ages = {k: drawn.client(k)[0].x[:, 0].double().numpy() for k in (0, 1, 2)}
+    trained = {*patient[(site != "c") & np.isin(age.astype("float32"), np.concatenate([ages[0], ages[1]]))].tolist()}
+    held_out = drawn.client(2)[1].x[:, 0].double().numpy()
+    tested = {*np.round(drawn.test.x[:, 0].double().numpy(), 3).tolist()}
+    own = frame[(site == "c") & ~np.isin(age, [*tested])]
+    left = own[~own["patient"].isin(trained)]
+    assert len(held_out) < len(left) < len(own)
+    row = result.clients[-1]
+    assert (row["name"], row["num_all"]) == ("c", len(left))
+    everyone = np.concatenate([part.x[:, 0].double().numpy() for k in (0, 1) for part in drawn.client(k)])
+    x = torch.from_numpy((left["age"].to_numpy() - everyone.mean()) / everyone.std()).float()[:, None]
+    right = result.model.eval()(x).argmax(1).numpy() == left["ill"]
+    assert row["all_accuracy"] == pytest.approx(right.mean(), abs=1e-9)
+
+    with pytest.warns(UserWarning, match="held-out samples only.*the same patient"):
+        passed = unskew.run(unskew.load_federation(**data), **RUN | {"model": "logistic"}, unseen="c")
+    assert not any(key.startswith("all_") or key == "num_all" for key in passed.clients[-1])
+    assert passed.clients[-1]["num_held_out"] == len(held_out)
 
 
 def test_fine_tuning_trains_unseen_clients_from_the_global_model():

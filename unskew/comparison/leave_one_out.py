@@ -42,8 +42,9 @@ class LeaveOneOut:
     Attributes:
         comparison: Comparison of the same methods, with all clients in training.
         metric: Metric of the table.
-        rows: One row per method and client, means over seeds: ``method``, ``client``, ``samples`` and ``num_held_out``;
-            ``all`` is the metric without the client in training on all of its samples, with its 95 % interval
+        rows: One row per method and client, means over seeds: ``method``, ``client``, ``samples`` (all of the client's, but
+            those of groups (``split_by``) on which other clients train) and ``num_held_out``;
+            ``all`` is the metric without the client in training on these samples, with its 95 % interval
             ``all_interval``; ``without`` and ``with`` are those without and with the client in training on its held-out
             samples, of personal models if the method trains one for the unseen client, too; and ``difference`` is the
             first minus the second. None if undefined, as the last three are for a client without held-out samples.
@@ -193,7 +194,7 @@ def site_row(
     return {
         "method": method,
         "client": site,
-        "samples": without[0].get("samples", 0) + held_out,
+        "samples": without[0].get("num_all", 0),
         "num_held_out": held_out,
         "all": mean(without, f"{ALL_SAMPLES}{metric}"),
         "all_interval": None if None in ends else ends,

@@ -94,6 +94,8 @@ class Federation:
         missing: Number of missing values of each client in each column of ``encoders``, before they are replaced,
             ``[K, f]``; None if there are no encoders.
         unseen: Clients that take no part in training and are evaluated after it, numbered from 0.
+        unseen_complete: The same clients with all of their samples held out, but those of groups (``split_by``) on which
+            training clients train; empty if the groups are unknown.
         unseen_names: Names of the unseen clients; empty if they have no names.
         split_group: Column whose values are never split between training and held-out rows (``split_by``); None if there
             is none.
@@ -120,6 +122,7 @@ class Federation:
     harmonization: Harmonization | None = field(default=None, compare=False)
     missing: np.ndarray | None = field(default=None, compare=False)
     unseen: Sequence[ClientData] = ()
+    unseen_complete: Sequence[ClientData] = ()
     unseen_names: tuple[str, ...] = ()
     split_group: str | None = None
     counts_known: bool = True

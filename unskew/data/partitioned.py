@@ -134,6 +134,27 @@ class PartitionedSource:
         splits = offsets[:-1] + (self.splits - parts.offsets[:-1])[ids]
         return replace(self, parts=selected, rows=self.rows[positions], splits=splits)
 
+    def held_out(self, training: PartitionedSource) -> PartitionedSource:
+        """Return the same clients with all of their samples held out, because they train on none.
+
+        Samples are left out whose group (``split_by``) is in the training samples of other clients.
+
+        Args:
+            training: Clients that train.
+        """
+        order = self.rows.numpy()
+        keep = np.ones(len(order), bool)
+        group = None if self.spec.split_by is None else parse_split(self.spec.split_by).group
+        if group is not None:
+            groups = get_column(self.train.columns, group, "split_by")
+            bounds = zip(training.parts.offsets[:-1], training.splits, strict=True)
+            known = np.concatenate([training.rows.numpy()[start:stop] for start, stop in bounds])
+            keep = ~np.isin(groups[order], groups[known])
+        left = np.concatenate([[0], np.cumsum(keep)])
+        offsets = left[self.parts.offsets].astype(np.int64)
+        parts = Partition(self.parts.order[keep], offsets, self.parts.name, self.parts.names)
+        return replace(self, parts=parts, rows=self.rows[torch.from_numpy(keep)], splits=offsets[:-1])
+
     def client_rows(self) -> Iterator[ClientRows]:
         """Iterate over the training rows of the clients, as sums use them."""
         order = self.rows.numpy()
@@ -193,7 +214,7 @@ class PartitionedSource:
             train, test = (replace(part, x=apply(part.x)) for part in (train, test))
             at_server = None if at_server is None else replace(at_server, x=apply(at_server.x))
             normalization = known.columns.normalization
-        elif len(y) == len(train):
+        elif len(y) in (0, len(train)):
             normalization = source.normalization
         else:
             normalization = fit_normalization(take_rows(train.x, rows))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -17,6 +18,11 @@ from unskew.data.partitioned import PartitionedSource
 from unskew.data.spec import Unseen
 from unskew.errors import ConfigError, unknown_name
 from unskew.seeding import numpy_generator
+
+GROUPS_UNKNOWN = (
+    "Unseen clients are evaluated on their held-out samples only, because a federation that is passed does not say which of "
+    "its samples have the same {group}. To evaluate them on all samples of new groups, set data instead of passing one."
+)
 
 
 def unseen_mask(unseen: Unseen, names: Sequence[str], clients: int, seed: int) -> np.ndarray:
@@ -66,8 +72,12 @@ def split_partitioned(drawn: PartitionedSource, unseen: Unseen) -> Federation:
     drawn = harmonized(drawn, drawn.only(np.flatnonzero(~mask)))
     training = drawn.only(np.flatnonzero(~mask))
     known = training.known()
-    others = drawn.only(np.flatnonzero(mask)).federation(known)
-    return replace(training.federation(known), unseen=others.clients, unseen_names=others.client_names)
+    unseen_source = drawn.only(np.flatnonzero(mask))
+    others = unseen_source.federation(known)
+    complete = unseen_source.held_out(training).federation(known).clients
+    return replace(
+        training.federation(known), unseen=others.clients, unseen_complete=complete, unseen_names=others.client_names
+    )
 
 
 def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Federation:
@@ -88,15 +98,22 @@ def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Feder
     sides = [np.flatnonzero(~mask), np.flatnonzero(mask)]
     traffic, missing = federation.stats_traffic, federation.missing
     groups = federation.text_groups
+    others = select_clients(clients, sides[1])
+    told = federation.warnings
+    if federation.split_group is not None:
+        told = (*told, GROUPS_UNKNOWN.format(group=federation.split_group))
+        warnings.warn(told[-1], stacklevel=3)
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),
-        unseen=select_clients(clients, sides[1]),
+        unseen=others,
+        unseen_complete=AllSamples(others) if federation.split_group is None else (),
         client_names=tuple(names[k] for k in sides[0]) if names else (),
         unseen_names=tuple(names[k] for k in sides[1]) if names else (),
         stats_traffic=None if traffic is None else traffic[sides[0]],
         missing=None if missing is None else missing[sides[0]],
         text_groups=None if groups is None else (groups[0][sides[0]], groups[1]),
+        warnings=told,
     )
 
 

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from unskew.data.federation import Federation
-from unskew.data.unseen import AllClients, AllSamples
+from unskew.data.unseen import AllClients
 from unskew.engines.auto_select import EngineChoice, EngineRequest, choose_engine
 from unskew.engines.base import Engine, EngineConfig
 from unskew.engines.registry import make_engine
@@ -195,7 +195,7 @@ class SimulatedClients:
 
         common = initial if parts.spec.others else None
         scores, own = evaluate(common), None
-        complete = evaluate(common, replace(unseen, clients=AllSamples(unseen.clients)))
+        complete = evaluate(common, replace(unseen, clients=known.unseen_complete)) if known.unseen_complete else None
         if personal_models.has_fine_tuning(parts.method) and not parts.method.data:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
@@ -211,5 +211,6 @@ class SimulatedClients:
             finally:
                 engine.close()
         rows = client_rows(unseen, scores, own, complete=complete)
-        rows = [{**row, "client": len(known.clients) + row["client"], "unseen": True} for row in rows]
+        counts = [{"num_all": len(client.y_test)} for client in known.unseen_complete] or [{} for _ in rows]
+        rows = [{**row, "client": first + row["client"], "unseen": True, **counts[row["client"]]} for row in rows]
         return client_metrics(scores, own, parts.metrics, names, unseen=True), rows
