@@ -190,3 +190,34 @@ def test_masks_in_arrays_must_have_the_values_and_names_of_the_options():
         make(options={"values": [0, 7]})
     with pytest.raises(ConfigError, match="options name the classes a, b, but class_names others"):
         make(options={"values": [0, 9], "classes": ["a", "b"]}, class_names=["a", "c"])
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_units_do_not_change_the_metrics(missing, tmp_path):
+    """A power of two is exact: values of about 1e-8 must be scaled as values of about 1 are."""
+    draws, unit = np.random.default_rng(0), 2.0**-27
+    x, noise = draws.normal(size=(240, 2)).astype("float32"), draws.normal(size=240)
+    y = (x[:, 0] + noise).astype("float32")
+
+    def metrics(scale):
+        if missing:
+            columns = {"a": x[:, 0] * scale, "b": x[:, 1] * scale, "y": y * scale, "site": np.arange(240) % 2}
+            pd.DataFrame(columns).to_parquet(tmp_path / "t.parquet")
+            data = {"data": f"table:{tmp_path / 't.parquet'}", "label": "y", "task": "regression", "missing": "mean"}
+            data |= {"partition": "natural:site"}
+            fed = unskew.load_federation(**data)
+        else:
+            parts = [(x[k::3] * scale, y[k::3] * scale) for k in range(3)]
+            scaling = unskew.Normalization.fit(torch.from_numpy(x * scale))
+            fed = unskew.Federation.from_arrays(parts[:2], test=parts[2], task="regression", normalize=scaling)
+        summary = unskew.run(fed, model="mlp", rounds=2, local_steps=4, lr=0.1, engine="inline").summary
+        return [summary[name] for name in ("r2", "client_r2_mean", "client_r2_worst", "loss")]
+
+    assert metrics(unit) == metrics(1.0)
+    assert metrics(1.0)[1] < 0.9
+
+
+def test_a_constant_target_is_rejected():
+    x = np.random.default_rng(0).normal(size=(20, 2))
+    with pytest.raises(DataError, match="The target '0' has the same value in all training rows"):
+        unskew.Federation.from_arrays([(x, np.full(20, 0.1))] * 2, test=(x, np.arange(20.0)), task="regression")

@@ -8,6 +8,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from unskew.tasks.cells import (
     CELLS,
+    EDGES,
     auroc_from_cells,
     class_metrics_from_sums,
     count_cells,
@@ -41,10 +42,31 @@ def test_samples_of_two_thousand_rows_in_cells_lose_little():
     assert math.sqrt(delong_variance_from_cells(cells)) == pytest.approx(math.sqrt(variance), abs=2e-5)
 
 
+@pytest.mark.parametrize("offset", [-5.0, -8.0, -12.0])
+def test_probabilities_of_a_rare_class_have_different_cells(offset):
+    """Calibrated risks of one in 100 to one in 80,000, and their complements; with 1,000 equal cells, most are in one cell."""
+    random = np.random.default_rng(0)
+    p = 1 / (1 + np.exp(-(1.2 * random.normal(size=200_000) + offset)))
+    y = (random.random(200_000) < p).astype(np.int64)
+    assert 2 <= y.sum() < 4000
+    cells = count_cells(np.stack([1 - p, p], 1), y)
+    exact = roc_auc_score(y, p)
+    error = 0.01 / math.sqrt(y.sum())  # a cell has about one percent of the negative samples
+    assert auroc_from_cells(cells[1]) == pytest.approx(exact, abs=error)
+    assert auroc_from_cells(cells[0]) == pytest.approx(exact, abs=error)
+
+
+def test_cells_end_where_bins_of_the_calibration_error_and_decisions_change():
+    assert len(EDGES) == CELLS - 1
+    assert (np.diff(EDGES) > 0).all()
+    assert {0.1, 0.2, 0.3, 0.5, 0.9} <= {*EDGES.tolist()}
+    assert EDGES + EDGES[::-1] == pytest.approx(np.ones(CELLS - 1), abs=1e-15)
+
+
 def test_ranks_within_a_cell_are_ties():
     """Exactly what all pairs give for the numbers of the cells instead of the probabilities."""
     y, p = drawn(60)
-    coarse = np.clip((p * CELLS // 250).astype(int), 0, 3)[:, 1]
+    coarse = np.clip((p * 4).astype(int), 0, 3)[:, 1]
     cells = np.stack([np.bincount(coarse[y == kind], minlength=4) for kind in (1, 0)], 1)
     area, variance = pairs(coarse[y == 1], coarse[y == 0])
     assert auroc_from_cells(cells) == pytest.approx(area, abs=1e-14)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from unskew.data.normalization import is_constant
 from unskew.errors import DataError
 from unskew.sums.base import SumRequest
 from unskew.sums.columns import decode_values
@@ -20,8 +21,6 @@ from unskew.sums.exchange import Exchange
 
 NUMBER = 8
 """Size of a sum or a count, in bytes."""
-CONSTANT = 1e-6
-"""Columns with a smaller standard deviation count as constant and are not divided by it."""
 
 
 class ColumnMoments(NamedTuple):
@@ -60,7 +59,7 @@ def column_totals(
         coded: Names of categorical columns.
 
     Raises:
-        DataError: If no client has a value in some column.
+        DataError: If no client has a value in some column, or a target is constant.
     """
     args, names = {"columns": [*columns], "targets": [*targets]}, [*columns, *targets]
     requests = [SumRequest("moments", args)] if names else []
@@ -77,7 +76,14 @@ def column_totals(
         mean = first[0]["sums"].numpy() / counts
         (second,) = exchange([SumRequest("squares", args, {"mean": torch.from_numpy(mean)})])
         std = np.sqrt(second["squares"].numpy() / counts)
-        std = np.where(std < CONSTANT, 1.0, std)
+        constant = is_constant(mean, std)
+        if constant[len(columns) :].any():
+            name = targets[int(np.argmax(constant[len(columns) :]))]
+            raise DataError(
+                f"The target {name!r} has the same value in all training rows, so there is nothing to predict. Choose another "
+                "label."
+            )
+        std = np.where(constant, 1.0, std)
     moments = [ColumnMoments(counts[at], mean[at], std[at]) for at in (slice(len(columns)), slice(len(columns), None))]
     return ColumnTotals(
         moments[0], moments[1], values, 2 * NUMBER * len(names) + sum(map(category_bytes, values.values()))

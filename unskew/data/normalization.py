@@ -12,6 +12,20 @@ from torch import Tensor
 from unskew.errors import DataError
 
 ROWS = 4096  # rows per chunk, to bound the memory of temporary copies
+CONSTANT = 1e-6
+
+
+def is_constant(mean: np.ndarray, std: np.ndarray) -> np.ndarray:
+    """Return which columns are constant up to rounding, so that they are not divided by their standard deviation.
+
+    Args:
+        mean: Mean of each column, ``[f]``.
+        std: Standard deviation of each column, ``[f]``.
+
+    >>> is_constant(np.array([0.1, 0.0, 3e-9, 0.0]), np.array([1e-9, 0.0, 1e-9, 2e-7]))
+    array([ True,  True, False, False])
+    """
+    return np.asarray(((std < CONSTANT) & (std <= CONSTANT * np.abs(mean))) | (std < np.finfo(np.float32).tiny))
 
 
 @dataclass(frozen=True)
@@ -62,5 +76,6 @@ class Normalization:
                 sums[:, channel] = torch.stack([values.sum(), values.square().sum()])
         mean = sums[0] / total
         std = (sums[1] / total - mean.square()).clamp_min(0).sqrt()
-        std = torch.where(std * scale < 1e-6, torch.ones_like(std) / scale, std)
+        constant = torch.from_numpy(is_constant((mean * scale).numpy(), (std * scale).numpy()))
+        std = torch.where(constant, torch.ones_like(std) / scale, std)
         return Normalization(tuple((mean * scale).tolist()), tuple((std * scale).tolist()), scale)

@@ -16,7 +16,7 @@ from unskew.reporting.synthetic_vs_real import federation_at_hand, image_address
 from unskew.serving.load import load_predictor
 from unskew.tasks.base import OUTSIDE
 from unskew.tasks.formatting import format_percent
-from unskew.tasks.metrics import TINY
+from unskew.tasks.metrics import SMALLEST
 
 MOST = 500
 """Maximum number of test images that are predicted."""
@@ -77,7 +77,7 @@ def _images_of_run(one: MethodRuns, run: RunFiles) -> SegmentedImages | None:
         outputs = load_predictor(run.folder).outputs(x)
     except UnskewError:  # custom code is not run
         return None
-    dice = federation.objective.correct(torch.from_numpy(outputs).clamp_min(TINY).log(), y)
+    dice = federation.objective.correct(torch.from_numpy(outputs).clamp_min(SMALLEST).log(), y)
     order = dice.argsort(stable=True).tolist()
     predicted = torch.from_numpy(outputs.argmax(1))
     rows = [

@@ -57,7 +57,8 @@ class PortableModel(nn.Module):
         super().__init__()
         inputs, shape = opened.inputs, opened.inputs.shape
         self.module, self.dtype = opened.module.eval(), opened.spec.dtype
-        self.said = inputs.objective.outputs
+        task = inputs.objective  # probabilities keep the precision of the model, as other programs expect
+        self.said = task.probabilities if task.output_kind == "probabilities" else task.outputs
         self.tokens = inputs.kind == "tokens"
         normalize = InputNormalizer(inputs.known, shape, opened.spec.dtype, torch.device("cpu"))
         factor, offset = (None, None) if normalize.factor is None else (normalize.factor, normalize.offset)

@@ -162,8 +162,11 @@ class Task(TaskTargets, TaskConstants):
         raise NotImplementedError
 
     def outputs(self, logits: Tensor) -> Tensor:
-        """Return the predictions of a model for users, ``[B, C]``: probabilities, or numbers in the targets' units."""
-        return self.probabilities(logits)
+        """Return the predictions of a model for users, ``[B, C]``: probabilities, or numbers in the targets' units.
+
+        They are in float64, in which few large logits give equal probabilities.
+        """
+        return self.probabilities(logits.to(torch.float64))
 
     def output_names(self, names: Sequence[str], label: str | None) -> list[str]:
         """Return a column name for each output: ``p(sepsis=1)`` or ``p(cat)``, or for numbers ``predicted_cost``.

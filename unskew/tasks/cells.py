@@ -13,8 +13,14 @@ from unskew.tasks.intervals import Interval, delong_interval, wilson_interval
 from unskew.tasks.metrics import METRICS, ClassPredictions, MetricSet
 from unskew.tasks.primary_metric import RECALL
 
-CELLS = 1000
-"""Number of cells of a class, equal parts of the range of probabilities."""
+TAIL = np.geomspace(1e-8, 0.1, 701)[:-1]
+EDGES = np.concatenate([TAIL, np.arange(100, 901) / 1000, 1 - TAIL[::-1]])
+"""Inner edges of the cells of a class: every 0.001 from 0.1 to 0.9, and outside at a hundred equal steps of the logarithm per
+factor of ten of the smaller probability, down to 1e-8, so that probabilities of a rare class have different cells."""
+CELLS = len(EDGES) + 1
+"""Number of cells of a class."""
+MIDDLES = np.concatenate([[TAIL[0] / 2], (EDGES[1:] + EDGES[:-1]) / 2, [1 - TAIL[0] / 2]])
+"""Middle of each cell."""
 
 
 def count_cells(p: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -25,7 +31,7 @@ def count_cells(p: np.ndarray, y: np.ndarray) -> np.ndarray:
         y: True classes, ``[n]``.
     """
     classes = p.shape[1]
-    cell = np.clip((p * CELLS).astype(np.int64), 0, CELLS - 1)
+    cell = np.searchsorted(EDGES, p, side="right")
     negative = y[:, None] != np.arange(classes)
     index = (np.arange(classes) * CELLS + cell) * 2 + negative
     return np.bincount(index.reshape(-1), minlength=classes * CELLS * 2).reshape(classes, CELLS, 2)
@@ -120,6 +126,6 @@ def middle_predictions(cells: np.ndarray) -> ClassPredictions:
     Args:
         cells: Numbers of positive and negative samples in each cell, ``[CELLS, 2]``.
     """
-    middle = np.repeat((np.arange(len(cells)) + 0.5) / len(cells), 2)
+    middle = np.repeat(MIDDLES, 2)
     p, y = (np.repeat(values, cells.reshape(-1)) for values in (middle, np.tile([1, 0], len(cells))))
     return ClassPredictions(np.stack([1 - p, p], 1), y, (p > 0.5).astype(np.int64), (1,))

@@ -17,7 +17,7 @@ from unskew.functorch_api import constant, is_mapped
 from unskew.tasks.base import Task
 from unskew.tasks.curves import classifier_curves
 from unskew.tasks.intervals import class_statistic, mean_statistic, sums_statistic
-from unskew.tasks.metrics import METRICS, TINY, TWO_CLASSES, MetricSet, Statistic, metric_names
+from unskew.tasks.metrics import METRICS, SMALLEST, TINY, TWO_CLASSES, MetricSet, Statistic, metric_names
 
 NOTHING = -1
 """Target of positions without a next token, such as the end of a text."""
@@ -145,7 +145,7 @@ class Classification(Task):
         metrics = replace(metrics, known=tuple(name for name in METRICS if name not in left_out))
         return {
             "accuracy": (metrics.decided(outputs) == y).mean(),
-            "loss": -np.log(np.clip(outputs, TINY, 1 - TINY)[np.arange(len(y)), y]).mean(),
+            "loss": -np.log(np.maximum(outputs[np.arange(len(y)), y], SMALLEST)).mean(),
             **self.metrics_of_all(y, outputs, metrics),
         }
 

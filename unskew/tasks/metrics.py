@@ -15,7 +15,9 @@ from unskew.tasks.primary_metric import RECALL
 BINS = 15
 """Number of bins of the calibration error, as in Guo et al. 2017, arXiv:1706.04599."""
 TINY = 1e-15
-"""Smallest probability whose logarithm is taken."""
+"""Smallest probability, and smallest difference to 1, for which a logit or both logarithms are taken."""
+SMALLEST = float(np.finfo(np.float64).tiny)
+"""Smallest probability whose logarithm alone is taken."""
 Statistic = Callable[[np.ndarray], np.ndarray]
 """Maps counts ``[r, n]``, the occurrences of each sample in each resample, to the metric of each resample, ``[r]``."""
 OwnMetric = Callable[[np.ndarray, np.ndarray], float]

@@ -21,7 +21,7 @@ from unskew.functorch_api import constant
 from unskew.tasks.base import OUTSIDE, Task
 from unskew.tasks.hausdorff_distance import mean_hd95
 from unskew.tasks.intervals import mean_statistic, sums_statistic
-from unskew.tasks.metrics import TINY, MetricSet, Statistic
+from unskew.tasks.metrics import SMALLEST, MetricSet, Statistic
 
 SMOOTHING = 1e-5
 """Summand ``s`` of numerator and denominator of the soft Dice."""
@@ -409,4 +409,4 @@ def _logits_of(outputs: np.ndarray, y: np.ndarray, classes: int = 0) -> Tensor:
     """Return logits that give these probabilities, or predict these classes."""
     if outputs.ndim == y.ndim:
         return (torch.from_numpy(outputs)[:, None] == torch.arange(classes).view(-1, *[1] * (y.ndim - 1))).double()
-    return torch.from_numpy(outputs).double().clamp_min(TINY).log()
+    return torch.from_numpy(outputs).double().clamp_min(SMALLEST).log()
