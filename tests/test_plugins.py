@@ -234,7 +234,9 @@ def test_the_traffic_estimate_counts_the_losses_that_a_sampler_of_a_package_asks
     summary = unskew.run(model="tiny", **values).summary
     each = summary["bytes_up"] + summary["bytes_down"]
     assert estimate_traffic(setting, unskew.method("fedavg"))[1] == each
-    assert each == unskew.run(model="tiny", **{**values, "sampling": "fixed"}).summary["bytes_up"] * 2 + 3 * 4  # three losses
+    assert (
+        each == unskew.run(model="tiny", **{**values, "sampling": "fixed"}).summary["bytes_up"] * 2 + 3 * 4
+    )  # three losses
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_samples_of_two_thousand_rows_in_cells_lose_little():
 
 @pytest.mark.parametrize("offset", [-5.0, -8.0, -12.0])
 def test_probabilities_of_a_rare_class_have_different_cells(offset):
-    """Calibrated risks of one in 100 to one in 80,000, and their complements; with 1,000 equal cells, most are in one cell."""
+    """Calibrated risks of one in 100 to one in 80,000, and their complements; with equal cells, most are in one cell."""
     random = np.random.default_rng(0)
     p = 1 / (1 + np.exp(-(1.2 * random.normal(size=200_000) + offset)))
     y = (random.random(200_000) < p).astype(np.int64)

@@ -80,8 +80,8 @@ def column_totals(
         if constant[len(columns) :].any():
             name = targets[int(np.argmax(constant[len(columns) :]))]
             raise DataError(
-                f"The target {name!r} has the same value in all training rows, so there is nothing to predict. Choose another "
-                "label."
+                f"The target {name!r} has the same value in all training rows, so there is nothing to predict. Choose "
+                "another label."
             )
         std = np.where(constant, 1.0, std)
     moments = [ColumnMoments(counts[at], mean[at], std[at]) for at in (slice(len(columns)), slice(len(columns), None))]

@@ -30,7 +30,8 @@ class CsvSpec:
         encoding: Character encoding, such as ``latin-1``.
         thousands: Thousands mark: point, comma, space or apostrophe. If it is None, numbers have no thousands marks.
         missing: Texts that mean a missing value, such as ``-999``, in addition to an empty cell. Among numbers and dates,
-            ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text.
+            ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text. Also used for
+            ``.parquet`` and ``.jsonl`` files.
         dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
             whose order of day and month is unambiguous are detected.
         skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are
@@ -125,7 +126,8 @@ class CsvConfig(Section):
     thousands: str | None = None
     """Thousands mark: ``comma``, ``point``, ``space`` or ``apostrophe``; None means that there is none."""
     missing: str | int | float | tuple[str | int | float, ...] | None = None
-    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers."""
+    """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers; also
+    in ``.parquet`` and ``.jsonl`` files."""
     dates: str | None = None
     """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
     skip: Annotated[int, Field(ge=0)] | None = None

@@ -111,7 +111,7 @@ def read_rows(path: Path, inputs: InputSpec, new_site: bool = False) -> InputRow
             text = read_cells(path, inputs.csv.spec)
             table, cells = type_columns([text], column_uses(inputs))[0], text.cells
         else:
-            table = cells = read_typed(path)
+            table = cells = read_typed(path, inputs.csv.spec.missing)
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs, new_site)

@@ -17,7 +17,15 @@ from torch import Tensor
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import BINS, SMALLEST, ClassPredictions, MetricSet, Statistic, calibration_gaps, squared_errors
+from unskew.tasks.metrics import (
+    BINS,
+    SMALLEST,
+    ClassPredictions,
+    MetricSet,
+    Statistic,
+    calibration_gaps,
+    squared_errors,
+)
 from unskew.tasks.primary_metric import RECALL, MetricInfo
 
 Interval = tuple[float, float] | None
@@ -279,7 +287,9 @@ def class_statistic(name: str, predictions: ClassPredictions, class_names: Seque
         return lambda counts: np.mean([curve_area(name, counts, *by_score) for by_score in ranked], axis=0)
     if name in ("loss", "brier"):
         likelihood = p[np.arange(len(y)), y]
-        return mean_statistic(-np.log(np.maximum(likelihood, SMALLEST)) if name == "loss" else squared_errors(predictions))
+        return mean_statistic(
+            -np.log(np.maximum(likelihood, SMALLEST)) if name == "loss" else squared_errors(predictions)
+        )
     if name == "ece":
         bins, gaps = calibration_gaps(predictions)
         binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]

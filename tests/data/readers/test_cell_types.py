@@ -5,7 +5,9 @@ import json
 import unicodedata
 
 import numpy as np
+import pandas as pd
 import pytest
+import torch
 from support.running import call
 from support.table_files import read_table_file
 
@@ -16,8 +18,10 @@ from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_nam
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
 from unskew.errors import ConfigError, DataError
+from unskew.serving.input_files import read_rows
 
 pa = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
 DAY = datetime.datetime(2010, 2, 5)
 
 
@@ -91,6 +95,46 @@ def test_unusual_texts_and_numbers_for_missing_values_are_reported(tmp_path, mon
     assert said[0].startswith("t.csv: in the column v, '?' counts as a missing value, in 1 of 3 rows")
     assert said[1].startswith("t.csv: -999 in 2 of 4 rows of the column v may mean a missing value")
     assert said[2].startswith("t.csv: 'NA' in 1 of 2 rows of the column v is read as text")
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_missing_values_of_other_files_are_listed_alike(tmp_path, monkeypatch, kind):
+    said = []
+    monkeypatch.setattr(LOG, "info", lambda text, *values: said.append(text % values))
+    frame = pd.DataFrame({"n": [20, -999, 31, -999], "x": [0.5, 0.25, -999.0, 1.5], "t": ["a", " ? ", "-999", "b"]})
+    path = tmp_path / f"t.{kind}"
+    frame.to_parquet(path) if kind == "parquet" else frame.to_json(path, orient="records", lines=True)
+    assert file_tables(path)[0].to_pydict() == frame.to_dict("list")
+    assert said == [
+        f"t.{kind}: -999 in 2 of 4 rows of the column n may mean a missing value; if so, set csv.missing to it"
+    ]
+    table, _ = file_tables(path, CsvSpec(missing=("-999.0", "?")))
+    assert table.to_pydict() == {"n": [20, None, 31, None], "x": [0.5, 0.25, None, 1.5], "t": ["a", None, "-999", "b"]}
+    with pytest.raises(ConfigError, match=r"but .*t\.\w+ is none. Remove all of its options except csv.missing"):
+        file_tables(path, CsvSpec(missing=("?",), decimal="comma"))
+
+
+def test_predictions_know_the_missing_values_of_other_files(tmp_path):
+    draws = np.random.default_rng(0)
+    frame = pd.DataFrame({"x": draws.normal(size=60).round(3), "y": ["no", "yes"] * 30, "s": ["a", "a", "b", "b"] * 15})
+    frame.loc[::5, "x"] = -999
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    frame.to_parquet(tmp_path / "t.parquet")
+    unskew.run(
+        data=f"table:{tmp_path / 't.csv'}", label="y", csv={"missing": [-999]}, missing="mean", partition="natural:s",
+        model="logistic", rounds=1, local_steps=2, lr=0.5, engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    predictor = unskew.load_predictor(tmp_path / "run")
+    x, y = (read_rows(tmp_path / f"t.{kind}", predictor.inputs).x for kind in ("csv", "parquet"))
+    assert torch.equal(x, y)
+    assert x.min() > -5
+
+
+def test_views_of_strings_are_strings(tmp_path):
+    values = pa.array(["a", None, "b"], pa.string_view())
+    parquet.write_table(pa.table({"v": values}), tmp_path / "t.parquet")
+    table, _ = file_tables(tmp_path / "t.parquet")
+    assert (table.schema.field("v").type, table.column("v").to_pylist()) == (pa.string(), ["a", None, "b"])
 
 
 def test_files_and_parts_are_typed_together(tmp_path):
@@ -277,6 +321,30 @@ def test_large_offsets_do_not_cost_digits(offset):
     scaled = (impute(x, [fitted])[:, 0].astype(float) - (fitted.mean - fitted.offset)) / fitted.std
     # Times of 2023 in milliseconds have 2**-12 as the distance of two numbers in float64.
     assert np.abs(scaled - (values - values.mean()) / values.std()).max() < 2.0**-11 / values.std() + 2.0**-20
+
+
+def test_inputs_of_a_row_do_not_depend_on_the_other_rows_of_its_file():
+    days = np.round(2_459_000 + 0.3 * np.random.default_rng(0).normal(size=50), 6)
+    fitted = [Encoder("t", mean=float(days.mean()), std=float(days.std())), Encoder("u", mean=0.5)]
+
+    def inputs(values):
+        table = pa.table({"t": values, "u": np.linspace(0, 1, len(values))})
+        return impute(read_columns(table, fitted, "rows"), fitted)[:, 0]
+
+    together = inputs(days)
+    assert inputs(np.append(days, 0.0))[:-1].tolist() == together.tolist()
+    assert [float(inputs(days[k : k + 1])[0]) for k in range(50)] == together.tolist()
+    assert together == pytest.approx(days - days.mean(), abs=2.0**-24)
+
+
+def test_training_rows_decide_how_test_rows_are_read(tmp_path):
+    days = np.round(2_459_000 + 0.3 * np.random.default_rng(0).normal(size=60), 6)
+    frame = pd.DataFrame({"t": days, "s": ["a", "b"] * 30, "y": ["no", "no", "yes"] * 20})
+    frame.to_csv(tmp_path / "train.csv", index=False)
+    pd.concat([frame, frame.head(1).assign(t=0.0)]).to_csv(tmp_path / "test.csv", index=False)
+    fed = unskew.load_federation(f"table:{tmp_path}", label="y", partition="natural:s", holdout=0)
+    train = torch.cat([client.x for client in fed.clients])
+    assert sorted(train[:, 0].tolist()) == sorted(fed.test[0][:-1, 0].tolist())
 
 
 def test_a_table_with_times_since_1970_trains_as_one_with_times_from_zero(tmp_path, capsys, monkeypatch):

@@ -11,7 +11,7 @@ from typing import Any
 
 from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
-from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
+from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns, without_missing
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.names import clean_name
 from unskew.errors import DataError
@@ -114,7 +114,7 @@ def read_tables(
     tables = []
     for number, file in enumerate(files):
         report_progress("files read", number, len(files))
-        tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file))
+        tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file, csv.missing))
     texts = [table for table in tables if isinstance(table, TextTable)]
     typed = iter(type_columns(texts, uses, training))
     return [next(typed) if isinstance(table, TextTable) else table for table in tables]
@@ -228,11 +228,15 @@ def columns_beyond_64_bits(table: Any) -> list[str]:
     return [name for name in floats if (pc.max(pc.abs(table.column(name))).as_py() or 0) >= 2.0**63]
 
 
-def read_typed(path: Path) -> Any:
+VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
+
+
+def read_typed(path: Path, missing: Sequence[str] | None = None) -> Any:
     """Read a parquet or JSON lines file as a pyarrow table.
 
     Args:
         path: Path of the file.
+        missing: Texts that mean a missing value, also as numbers.
 
     Raises:
         DataError: If the file cannot be read.
@@ -253,6 +257,11 @@ def read_typed(path: Path) -> Any:
                     table = table.set_column(table.column_names.index(name), name, exact)
         table.validate(full=True)  # pyarrow does not check strings while reading
     names = list(checked_names(path, table.column_names, table).values())
+    for position, field in enumerate(table.schema):
+        column = table.column(position)
+        if str(field.type) in VIEWS:
+            column = column.cast(VIEWS[str(field.type)])
+        table = table.set_column(position, field.name, without_missing(column, names[position], path, missing))
     return table.rename_columns(names).replace_schema_metadata(table.schema.metadata)
 
 

@@ -276,11 +276,30 @@ def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
         if has_codes(cells, numbers, digits):
             return numbers if codes_are_numbers else None
         numbers = pc.if_else(pc.is_nan(numbers), None, numbers)
-    listed = [float(text) for text in cells.dialect.missing or () if is_number(text)]
-    if listed:  # in another notation
-        return pc.if_else(pc.is_in(numbers.cast(pa.float64()), pa.array(listed, pa.float64())), None, numbers)
-    report_sentinels(cells, numbers)
-    return numbers
+    return without_missing(numbers, cells.name, cells.path, cells.dialect.missing)
+
+
+def without_missing(column: Any, name: str, path: Path, missing: Sequence[str] | None) -> Any:
+    """Return a column of numbers or text without the values that mean a missing one; report numbers that may mean one.
+
+    Args:
+        column: Values of the column; other types are returned unchanged.
+        name: Name of the column.
+        path: Path of the first file, for messages.
+        missing: Texts that mean a missing value, also as numbers; None if they are not known.
+    """
+    kind = column.type
+    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
+        listed = [float(text) for text in missing or () if is_number(text)]
+        if listed:  # in any notation
+            return pc.if_else(
+                pc.is_in(column.cast(pa.float64(), safe=False), pa.array(listed, pa.float64())), None, column
+            )
+        if column.null_count < len(column):
+            report_sentinels(column, name, path)
+    elif missing and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        return pc.if_else(pc.is_in(pc.utf8_trim_whitespace(column), pa.array(missing, kind)), None, column)
+    return column
 
 
 def has_codes(cells: ColumnCells, numbers: Any, digits: bool) -> bool:
@@ -304,12 +323,13 @@ def has_codes(cells: ColumnCells, numbers: Any, digits: bool) -> bool:
     return len(numbers.unique()) < len(texts.unique())
 
 
-def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
+def report_sentinels(numbers: Any, name: str, path: Path) -> None:
     """Log numbers such as -999 that repeat far from all others and may mean a missing value.
 
     Args:
-        cells: Cells of the column.
-        numbers: The cells as numbers.
+        numbers: Values of the column.
+        name: Name of the column.
+        path: Path of the first file.
     """
     extremes = pc.min_max(numbers).as_py()
     for value in {*extremes.values()}.intersection(SENTINELS):
@@ -320,7 +340,7 @@ def report_sentinels(cells: ColumnCells, numbers: Any) -> None:
             if gap > 2 * (others["max"] - others["min"]):
                 LOG.info(
                     "%s: %g in %d of %d rows of the column %s may mean a missing value; if so, set csv.missing to it",
-                    cells.path.name, value, times, len(numbers), cells.name,
+                    path.name, value, times, len(numbers), name,
                 )  # fmt: skip
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -61,30 +61,46 @@ REMEDY = (
 """Advice in error messages about training data."""
 
 
-def read_columns(table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY) -> np.ndarray:
+def read_columns(
+    table: Any, encoders: Sequence[Encoder], where: str, remedy: str = REMEDY, exact: Collection[str] = ()
+) -> np.ndarray:
     """Read the columns of some encoders as float32 ``[n, f]``, or float64 if float32 would lose digits of a column.
 
     Missing numbers and dates are NaN.
 
     Args:
         table: pyarrow table.
-        encoders: Encoders of the columns to read.
+        encoders: Encoders of the columns to read; if they have an offset, float32 would lose digits of their columns.
         where: Name of the data, for errors.
         remedy: Advice at the end of the error for missing or infinite values.
+        exact: Further columns of which float32 would lose digits, in other rows.
 
     Raises:
         DataError: If a column does not exist, has another type, or lacks required values.
     """
-    out, there = np.empty((table.num_rows, len(encoders)), np.float32), set(table.column_names)
+    out, there = np.zeros((table.num_rows, len(encoders)), np.float32), set(table.column_names)
     for j, encoder in enumerate(encoders):
         if encoder.name not in there:
             raise DataError(f"{where}: the column {encoder.name!r} is missing; the training rows have it.")
         values = read_column(table.column(encoder.name), encoder, f"{where}: column {encoder.name!r}", remedy)
-        exact = encoder.kind != "category" and needs_offset(values)
-        if exact and out.dtype == np.float32:
+        known = encoder.offset != 0 or encoder.name in exact
+        is_exact = encoder.kind != "category" and (known or needs_offset(values))
+        if is_exact and out.dtype == np.float32:
             out = out.astype(np.float64)
-        out[:, j] = values if exact else values.astype(np.float32)
+        out[:, j] = values if is_exact else values.astype(np.float32)
     return out
+
+
+def exact_columns(values: np.ndarray, encoders: Sequence[Encoder]) -> list[str]:
+    """Return the names of the columns of which float32 would lose digits.
+
+    Args:
+        values: Columns as ``read_columns`` returns them, ``[n, f]``.
+        encoders: Encoder of each column.
+    """
+    if values.dtype == np.float32:
+        return []
+    return [encoder.name for encoder, column in zip(encoders, values.T, strict=True) if needs_offset(column)]
 
 
 def needs_offset(values: np.ndarray) -> bool:

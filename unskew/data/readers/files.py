@@ -17,7 +17,7 @@ from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
 from unskew.data.spec import TABLES
-from unskew.errors import DataError, abbreviate, explain_missing
+from unskew.errors import ConfigError, DataError, abbreviate, explain_missing
 
 
 class HubDataset(NamedTuple):
@@ -142,10 +142,18 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
 
     Args:
         path: File or folder.
-        csv: Format of CSV files.
+        csv: Format of CSV files; its ``missing`` also applies to other files.
         uses: Uses of the columns of CSV files.
+
+    Raises:
+        ConfigError: If the format of CSV files is configured, but there is none.
+        DataError: If a file cannot be read.
     """
     train, test = table_files(path)
+    if csv != CsvSpec(missing=csv.missing) and not any(file.suffix.lower() == ".csv" for file in train):
+        raise ConfigError(
+            f"csv describes the format of CSV files, but {train[0]} is none. Remove all of its options except csv.missing."
+        )
     if unread := unread_tables(path, [*train, *test]):
         LOG.warning("%s: not read, because neither train nor test: %s", path, abbreviate(unread))
     tables = read_tables([*train, *test], csv, uses, len(train))

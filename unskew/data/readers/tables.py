@@ -27,7 +27,7 @@ from unskew.data.readers.column_roles import (
     roles_next_to_images,
     select_inputs,
 )
-from unskew.data.readers.encoders import Encoder, distinct_values, read_columns
+from unskew.data.readers.encoders import Encoder, distinct_values, exact_columns, read_columns
 from unskew.data.readers.images import convert_channels, decode_column, is_binary, resize_images
 from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets, warn_of_ignored_times
 from unskew.data.readers.masks import classes_of_masks, decode_masks, mask_columns, resize_masks
@@ -247,7 +247,11 @@ def source_from_tables(
         inputs, roles = select_inputs(train, labels, choice, name)
         encoders = tuple(initial_encoder(train, column, roles[column], choice) for column in inputs)
         read = {f"{name}, {where}": part for where, part in parts.items()}
-        xs = [torch.from_numpy(read_columns(part, encoders, where)) for where, part in read.items()]
+        arrays: list[np.ndarray] = []
+        for where, part in read.items():  # the training rows, which come first, also decide about the test rows
+            exact = exact_columns(arrays[0], encoders) if arrays else ()
+            arrays.append(read_columns(part, encoders, where, exact=exact))
+        xs = [torch.from_numpy(array) for array in arrays]
     else:
         roles = roles_next_to_images(train, labels, image, choice, name) if was_chosen else {}
         xs = [decode_column(part.column(image), f"{name}, {where}", folder, size) for where, part in parts.items()]
