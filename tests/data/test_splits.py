@@ -8,7 +8,8 @@ import pytest
 import unskew
 from unskew.config_fields import validate_fields
 from unskew.data.load import load_partitioned
-from unskew.data.spec import DataSpec
+from unskew.data.spec import DataSpec, Split
+from unskew.data.splits import make_units
 from unskew.errors import ConfigError, DataError
 
 pytest.importorskip("pyarrow")
@@ -124,6 +125,11 @@ def test_without_an_option_the_split_is_what_it_was(visits):
 def test_split_rejects_impossible_groups(visits, split_by, words):
     with pytest.raises((ConfigError, DataError), match=words):
         parts(visits, split_by=split_by)
+
+
+def test_truth_values_have_no_order_in_time():
+    with pytest.raises(DataError, match="contains truth values"):
+        make_units({"t": np.array([True, False])}, Split(time="t"), 2, np.random.default_rng(0))
 
 
 def test_groups_in_two_files_clients_of_one_group_and_data_without_columns(tmp_path):

@@ -7,6 +7,7 @@ import re
 import shutil
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -302,6 +303,24 @@ def test_the_observed_class_stays_next_to_the_predicted_one(tmp_path, capsys):
     assert {line["predicted_label"] for line in found} <= {"0", "1"}
 
 
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_rows_of_unknown_patients_have_no_interval(tmp_path, kind):
+    """They would be resampled as if they all were one patient."""
+    draws = np.random.default_rng(0)
+    frame = pd.DataFrame({"who": [f"p{k % 30}" for k in range(90)], "x": draws.normal(size=90).round(3)})
+    frame["y"] = draws.integers(0, 2, 90)
+    frame.to_csv(tmp_path / "t.csv", index=False)
+    shared = {"data": f"table:{tmp_path / 't.csv'}", "label": "y", "features": ["x"], "model": "logistic"}
+    unskew.run(partition="iid", clients=2, split_by="who", out=tmp_path / "run", **shared, **TINY)
+    model, path = unskew.load_predictor(tmp_path / "run"), tmp_path / f"new.{kind}"
+    frame.loc[:6, "who"] = None
+    frame.to_csv(path, index=False) if kind == "csv" else frame.to_parquet(path)
+    with pytest.raises(DataError, match=r"'who' has 7 missing values.*--no-intervals"):
+        model.evaluate_file(path)
+    (row,) = model.evaluate_file(path, intervals=False)
+    assert row["rows"] == 90
+
+
 def test_a_threshold_needs_two_classes(digits, tmp_path, capsys):
     Image.fromarray(np.zeros((8, 8), np.uint8)).save(tmp_path / "a.png")
     failed = call(capsys, "predict", str(digits.folder), str(tmp_path / "a.png"), "--threshold", "0.3")
@@ -333,7 +352,13 @@ def test_other_data_are_evaluated_overall_and_by_site(patients, tmp_path, capsys
     with out.open() as file:
         assert [line["group"] for line in csv.DictReader(file)] == ["all", "empty", "north", "south"]
     assert "south" in call(capsys, *arguments).out
-    assert unskew.load_predictor(patients / "run").evaluate_file(tmp_path / "new.csv", by="site") == found
+    model = unskew.load_predictor(patients / "run")
+    assert model.evaluate_file(tmp_path / "new.csv", by="site") == found
+    unnamed = (tmp_path / "new.csv").read_text().replace("empty,", ",")
+    (tmp_path / "unnamed.csv").write_text(unnamed)
+    groups = model.evaluate_file(tmp_path / "unnamed.csv", by="site")
+    assert [row["group"] for row in groups] == ["all", "(missing)", "north", "south"]
+    assert groups[1] == {**found[1], "group": "(missing)"}
     for text, words in (
         ("age,bmi\n1,2\n", "The label column is required"),
         ("age,bmi,sick\n1,2,dead\n", "has the class 'dead'"),

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+import torch
 from scipy.stats import binomtest
 from sklearn.metrics import (
     average_precision_score,
@@ -17,6 +18,7 @@ from sklearn.metrics import (
     root_mean_squared_error,
 )
 
+from unskew.simulation.evaluate import truth_and_scores
 from unskew.tasks.classification import MultiLabel
 from unskew.tasks.intervals import (
     MOST_SAMPLES,
@@ -211,6 +213,23 @@ def test_very_large_sets_are_not_resampled(samples, classes):
     y, p = probabilities(samples, classes)
     assert metric_interval("auprc", CLASSIFICATION, y, p, MetricSet()) is None
     assert metric_interval("accuracy", CLASSIFICATION, y, p, MetricSet()) is not None
+
+
+def test_large_logits_keep_their_ranks_and_losses():
+    """Float32 has equal probabilities from a difference of 17 on."""
+    draws = np.random.default_rng(0)
+    y, logits = draws.integers(0, 2, 300), draws.normal(size=(300, 2)).clip(-2, 2).astype("float32") * 8
+    logits[np.arange(300), y] += 4
+    truth, scores = truth_and_scores(CLASSIFICATION, [torch.from_numpy(logits)], torch.from_numpy(y))
+    margin = np.diff(logits.astype(float))[:, 0]
+    losses = np.logaddexp(0, margin * np.where(y == 1, -1, 1))
+    for positive in (0, 1):
+        metrics = MetricSet(("auroc",), class_names=("a", "b"), positive=positive)
+        found = CLASSIFICATION.metrics_of_outputs(truth, scores, metrics)
+        assert found["auroc"] == pytest.approx(roc_auc_score(y, margin), abs=1e-12)
+        assert found["loss"] == pytest.approx(losses.mean(), rel=1e-12)
+    statistic = class_statistic("loss", MetricSet(class_names=("a", "b")).predictions(truth, scores))
+    assert statistic(np.eye(300)) == pytest.approx(losses, rel=1e-9, abs=1e-15)
 
 
 def test_language_models_have_no_intervals():

@@ -107,6 +107,10 @@ def test_volumes_train():
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(6, 1, 4, 8, 8)).astype(np.float32), rng.integers(0, 2, (6, 4, 8, 8))
     fed = unskew.Federation.from_arrays([(x, y)] * 2, test=(x, y), task="segmentation", holdout=0.3)
-    result = unskew.run(fed, **UNET, augment=True)  # crops and flips are for images
+    result = unskew.run(fed, **UNET)
     assert result.history[-1]["loss"] < result.history[0]["loss"]
     assert set(result.summary) >= {"dice", "dice/1", "iou/1", "dice_pooled", "accuracy"}
+    with pytest.raises(
+        ConfigError, match=r"augment crops and flips images, but the inputs have the shape \(1, 4, 8, 8\)"
+    ):
+        unskew.run(fed, **UNET, augment=True)

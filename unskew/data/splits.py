@@ -52,6 +52,10 @@ def make_units(
     if split.time is None:
         return SplitUnits(codes, rng.permutation(units))
     times = get_column(columns, split.time, "split_by")
+    if times.dtype.kind == "b":
+        raise DataError(
+            f"The column {split.time!r} of split_by contains truth values. Choose a column of dates or numbers."
+        )
     if times.dtype.kind not in "iufM":
         raise DataError(
             f"The column {split.time!r} of split_by contains strings such as {str(times[0])!r}. Write dates as "

@@ -48,6 +48,10 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         MethodConflictError: If the method reads individual updates, which secure aggregation forbids.
     """
     check_task(method, federation)
+    if config.augment and len(federation.shape) != 3:
+        raise ConfigError(
+            f"augment crops and flips images, but the inputs have the shape {federation.shape}. Remove it."
+        )
     metrics = run_metrics(config, federation)
     warnings = objective_warnings(metrics, config, federation)
     if config.attack is not None:

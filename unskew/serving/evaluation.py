@@ -19,7 +19,8 @@ from unskew.tasks.classification import MOST_RECALLS
 from unskew.tasks.intervals import colliding_end, interval_fields, metric_interval
 from unskew.tasks.segmentation import Segmentation
 
-ALL = "all"
+ALL, MISSING = "all", "(missing)"
+"""Groups of all rows, and of the rows without a value in the column of the groups."""
 
 
 def evaluate_rows(
@@ -44,7 +45,8 @@ def evaluate_rows(
 
     Raises:
         ConfigError: If images have no column ``by``, or an end of an interval has the name of another metric.
-        DataError: If labels are missing, or have a class that the model does not know.
+        DataError: If labels are missing, or have a class that the model does not know, or intervals need groups of rows that
+            are missing.
     """
     y, task = encode_row_labels(rows, inputs, path), inputs.objective
     groups = [(ALL, np.arange(len(y)))]  # pairs: a site may be called like the group of all rows
@@ -53,12 +55,18 @@ def evaluate_rows(
             raise ConfigError(f"--by {by} names a column of a table, but {path} is not one.")
         if by not in rows.table.column_names:
             raise DataError(f"{path}: {unknown_name('column', by, rows.table.column_names)}")
-        values = np.array([clean_name(str(value)) for value in rows.cells.column(by).to_pylist()])
+        values = np.array([MISSING if value is None else value for value in names_of_rows(rows, by, inputs)])
         groups += [(str(value), np.flatnonzero(values == value)) for value in np.unique(values)]
     column = inputs.split_group
-    units = None
-    if rows.table is not None and column in rows.table.column_names:
-        units = np.array([str(value) for value in rows.cells.column(column).to_pylist()])
+    units: np.ndarray | None = None
+    if intervals and column is not None and rows.table is not None and column in rows.table.column_names:
+        named = names_of_rows(rows, column, inputs)
+        if None in named:
+            raise DataError(
+                f"{path}: the column {column!r} has {named.count(None)} missing values, but intervals resample its values as "
+                "a whole (split_by). Fill them, or use --no-intervals (intervals=False)."
+            )
+        units = np.array(named)
     evaluated = []
     for name, own in groups:
         row: dict[str, Any] = {"group": name, "rows": len(own)}
@@ -79,6 +87,19 @@ def evaluate_rows(
                 row |= interval_fields(metric, None if value is None else interval)
         evaluated.append(row)
     return evaluated
+
+
+def names_of_rows(rows: InputRows, column: str, inputs: InputSpec) -> list[str | None]:
+    """Return the values of a column as names; None for missing ones.
+
+    Args:
+        rows: Rows of a table.
+        column: Name of the column.
+        inputs: Input specification of the model, which lists further texts that mean a missing value.
+    """
+    absent = {"", *(inputs.csv.spec.missing or ())}
+    names = [None if value is None else clean_name(str(value)) for value in rows.cells.column(column).to_pylist()]
+    return [None if name is None or name.strip() in absent else name for name in names]
 
 
 def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndarray:
