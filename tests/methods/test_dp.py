@@ -271,6 +271,8 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
         ("dp:noise=1,adaptive=false,bit_noise=2", {}, "dp:bit_noise has no effect"),
         ("dp:noise=0,epsilon=8", {}, "dp:epsilon has no effect with noise=0"),
         ("scaffold+dp:noise=1,adaptive=false,public_sizes=true", {}, "nothing besides the model"),
+        ("heterofl+dp:noise=1,adaptive=false", {}, "With heterofl, clients upload different slices"),
+        ("fedrolex+dp:noise=1,adaptive=false", {}, "With fedrolex, clients upload different slices"),
         ("scaffold+dp:noise=1,adaptive=false", {"local_steps": None, "local_epochs": 1}, "needs local_steps"),
     ],
 )
@@ -278,6 +280,21 @@ def test_what_would_not_be_protected_is_reported_before_training(method, options
     fed = blobs(SIZES, shape=(3, 8, 8))
     with pytest.raises(UnskewError, match=words):
         unskew.run(fed, **{"model": "mlp", "method": method, **FEW, **options})
+
+
+def test_slices_that_depend_on_the_client_are_an_error_whether_it_takes_part_or_not():
+    """Entries of the model that change without noise, or not at all, would show who took part."""
+
+    class Halves(unskew.SyncRule):
+        name, summary, paper = "halves", "", ""
+
+        def exchanged_slices(self, state, round, client, last, spec):
+            part = slice(0, spec.size if round == 1 and client == self.wide else spec.size // 2)
+            return (part,), (part,)
+
+    for Halves.wide in range(8):  # one client takes part in a round
+        with pytest.raises(ConfigError, match="With halves, clients upload different slices"):
+            run([Halves(), "dp:noise=1,adaptive=false,delta=0.01"], rounds=2, participation=1 / 8)
 
 
 def test_options_without_effect_are_named():

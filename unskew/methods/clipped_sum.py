@@ -74,6 +74,7 @@ class ClippedSum(ClientRule, AggregateRule):
     paper: ClassVar[str] = "McMahan et al. 2018, arXiv:1710.06963; Andrew et al. 2021, arXiv:1905.03871"
     supports_delays: ClassVar[bool] = False
     weights: ClassVar[Weights | None] = "uniform"
+    needs = ("equal_slices",)
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"bits": (-0.5, 0.5)}
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True

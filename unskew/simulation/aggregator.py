@@ -104,6 +104,9 @@ class Aggregator:
             Metrics of the round.
         """
         setup, state = self.setup, self.state
+        if "equal_slices" in setup.needs:
+            clients = setup.federation_info.clients
+            self.broadcaster.exchange.check_equal_slices(state.rules, round, self.clients.last_rounds, clients)
         intake = UpdateBuffer(setup.method, setup.rule, self._meter, state.waiting)
         senders, skipped, discarded = self._collect(round, arrivals, intake)
         if senders:
