@@ -42,6 +42,13 @@ def vector(length, seed=0):
     return direction * (length / direction.norm())
 
 
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_an_update_whose_squares_overflow_contributes_nothing(per_layer):
+    clipped = clip(DP(noise=1.0, per_layer=per_layer), {"update": vector(1e160)}, 1.0)
+    assert float(clipped["update"].abs().max()) == 0.0
+    assert float(clipped["dp/bits"]) == -0.5
+
+
 @pytest.mark.parametrize("length", [0.0, 1e-30, 0.3, 1.0, 1.5, 1e30])
 def test_no_update_is_longer_than_the_clipping_norm(length):
     rule = DP(noise=1.0)

@@ -265,7 +265,8 @@ class ClippedSum(ClientRule, AggregateRule):
         norms = torch.stack(squares).sum(0).sqrt()
         limits = limit.to(torch.float64) / math.sqrt(len(norms))
         within = norms <= limits
-        factors = torch.where(within | ~norms.isfinite(), torch.ones_like(norms), limits / norms)
+        # A norm that overflows gives the factor 0, so that the update contributes nothing.
+        factors = torch.where(within | norms.isnan(), torch.ones_like(norms), limits / norms)
         like = next(iter(streams.values()))
         # Rounded down, so that rounding does not exceed the norm.
         factors = round_down(factors, like)

@@ -236,6 +236,17 @@ def test_a_spoilt_update_of_an_asynchronous_run_harms_only_its_site(way, tmp_pat
     assert all("site-1 (client 1)" in text for text in told.warnings)
 
 
+@pytest.mark.parametrize("array", ["update/delta", "upload/scaffold/change"])
+def test_finite_numbers_whose_squares_overflow_are_a_fault_of_their_site(array, tmp_path):
+    runs = Runs(tmp_path, {**SCAFFOLD, "precision": "fp64"}, round_timeout=0.01, on_timeout="continue")
+    expected = runs(missing)
+    for value in (1e160, 1e308):
+        spoil = filled(value)
+        result = runs(lambda c, asked, answer, spoil=spoil: spoil(answer, array) if trains(c, asked) else answer)
+        assert_same_result(result, expected)
+        assert runs.blamed == {f"site-{HOSTILE}"}
+
+
 MASKED = {"secure_aggregation": "required", "clients": 5, "eval_clients": 0}
 
 
