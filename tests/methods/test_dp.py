@@ -185,6 +185,18 @@ def test_epsilon_is_that_of_the_finished_rounds():
     assert all(row["train_loss"] > 0 for row in shown.history)
 
 
+def test_a_round_whose_server_step_overflows_is_counted():
+    method = "fedavg:eta=3e38+dp:noise=1.1,clip=1000,adaptive=false,delta=0.01"
+    with pytest.warns(UserWarning, match="overflow|not finite"):
+        result = run(method, precision="fp32")
+    assert [row["updates"] for row in result.history] == [0, 0, 0]
+    expected = [epsilon([GaussianRounds(1.1, 1.0, t)], 0.01) for t in (1, 2, 3)]
+    assert [row["epsilon"] for row in result.history] == pytest.approx(expected)
+    with pytest.warns(UserWarning, match="The privacy budget is spent"):
+        short = run(method.replace("delta", "epsilon=4,delta"), precision="fp32")
+    assert len(short.history) < 3
+
+
 def test_the_noise_for_an_epsilon_lasts_all_rounds_and_a_budget_ends_a_run(tmp_path):
     result = run("dp:epsilon=6,adaptive=false,delta=0.01", out=tmp_path / "a")
     assert 5.9 < result.summary["epsilon"] <= 6.0
