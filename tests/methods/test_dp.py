@@ -277,6 +277,8 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
     [
         ("dp", {}, "needs noise or epsilon"),
         ("dp:noise=1", {}, "a cohort of 11 clients suffices"),
+        ("dp:noise=1e6", {}, "a cohort of 10000001 clients suffices"),
+        ("dp:noise=1e30", {}, "less than or equal to 1000000"),
         ("dp:noise=0.5,epsilon=3,adaptive=false", {}, "the first round alone"),
         ("dp:noise=1,adaptive=false,delta=0.2", {}, "delta"),
         ("dp:noise=1,adaptive=false", {"client_weighting": "samples"}, "public_sizes"),

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import check_delta, default_delta
+from unskew.privacy.accounting import LARGEST_NOISE, check_delta, default_delta
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import (
@@ -31,7 +31,6 @@ from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.secret_draws import is_seeded, seeded_report, seeded_warnings
 
-NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 LARGEST_DELTA = 0.05
 """Largest delta without a warning."""
@@ -85,7 +84,7 @@ class ClippedSum(ClientRule, AggregateRule):
         ({"noise": 0}, ("epsilon", "bit_noise")),
     )
 
-    noise: NonNegative | None = None
+    noise: Annotated[float, Field(ge=0, le=LARGEST_NOISE)] | None = None
     epsilon: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
