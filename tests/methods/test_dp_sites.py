@@ -171,6 +171,7 @@ def test_epsilon_is_that_of_the_finished_rounds_and_a_budget_ends_a_run(tmp_path
         (f"dp:noise=1,honest=3,{SITES}", {"network": "fixed:1"}, "network.delay"),
         (f"dp:noise=0.5,epsilon=3,honest=3,{SITES}", {}, "the first round alone"),
         (f"heterofl+dp:noise=1,honest=3,{SITES}", {}, "With heterofl, clients upload different slices"),
+        (f"dp:noise=1,honest=3,accountant=prv,{SITES}", {}, "accountant has no effect with noise_at=sites"),
         (f"topk+dp:noise=1,honest=3,{SITES}", {}, "longer than the one that dp has clipped"),
     ],
 )

@@ -58,7 +58,7 @@ class ClippedSum(ClientRule, AggregateRule):
         per_layer: Clip each of the model's ``L`` parameter tensors to ``C/√L``.
         accountant: How the ``epsilon`` of all rounds together is computed with Poisson cohorts: ``rdp`` (Rényi
             differential privacy) or ``prv`` (privacy random variables), which is slower and gives a smaller
-            ``epsilon``.
+            ``epsilon``. ``noise_at=sites`` has an accountant of its own.
         public_sizes: The clients' numbers of samples are public, so ``client_weighting: samples`` may be used.
         reveal: Record the training loss, and allow ``diagnose`` and ``save_samples``, which the guarantee does not
             cover.
@@ -82,6 +82,7 @@ class ClippedSum(ClientRule, AggregateRule):
     idle_options = (
         ({"adaptive": False}, ("quantile", "clip_lr", "bit_noise")),
         ({"noise": 0}, ("epsilon", "bit_noise")),
+        ({"noise_at": "sites"}, ("accountant",)),
     )
 
     noise: Annotated[float, Field(ge=0, le=LARGEST_NOISE)] | None = None
