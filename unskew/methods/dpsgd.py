@@ -44,7 +44,7 @@ from unskew.errors import ConfigError
 from unskew.methods.clipped_sum import ClippedSum, round_down
 from unskew.models.execution import Batch, GradFn
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import LARGEST_NOISE, GaussianRounds, default_delta, epsilon, noise_for
+from unskew.privacy.accounting import GaussianRounds, default_delta, epsilon, noise_for
 from unskew.protocol.federation_info import ClientDataView, FederationInfo
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import ClientRule, Context, Method, Report, Tensors
@@ -99,7 +99,7 @@ class DPSGD(ClientRule):
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.1, 10.0)}
     idle_options = (({"noise": 0}, ("epsilon",)),)
 
-    noise: Annotated[float, Field(ge=0, le=LARGEST_NOISE)] | None = None
+    noise: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     epsilon: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     clip: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
