@@ -147,6 +147,7 @@ OPTIONS = {"--clients": 100, "--cohort": 10, "--rounds": 5, "--noise": 1, "--sam
         ({"--cohort": 101}, "larger than the number of clients, 100"),
         ({"--noise": 0}, "--noise is 0"),
         ({"--noise": "nan"}, "--noise is nan"),
+        ({"--noise": 1e30}, "at most 1e+06"),
         ({"--noise": None, "--epsilon": 0}, "Use a positive number"),
         ({"--delta": 0.01}, "below 1/100"),
         ({"--delta": 0}, "below 1/100"),

@@ -94,6 +94,15 @@ COMMANDS = (
     ["watch", "{}", "--once", "page.html"],
 )
 """All that take a run folder."""
+OPENING = (
+    *COMMANDS[:5],
+    ["evaluate", "{}", "rows.npz"],
+    ["audit-privacy", "{}"],
+    ["diagnose", "{}/checkpoints/1"],
+    ["run", *(f"--{name.replace('_', '-')}={value}" for name, value in {**TINY, "rounds": 2}.items())]
+    + ["--set", "start_from={}"],
+)
+"""All that read what a run folder contains; ``watch`` follows no links."""
 
 
 def use_all(capsys, folder):
@@ -153,6 +162,18 @@ def test_writing_replaces_a_link_and_never_follows_it(here):
     os.mkfifo(here / "pipe")
     with pytest.raises(ConfigError, match="pipe is a link, pipe or device"):
         check_plain(here)
+
+
+def test_every_command_rejects_a_run_folder_with_a_link(here, capsys, made):
+    sent = shutil.copytree(made, here / "sent")
+    (sent / "notes.txt").symlink_to(here / "outside" / "victim")
+    commands = [[str(word).format(sent) for word in command] for command in OPENING]
+    for command in commands:
+        assert "notes.txt is a link" in answered(capsys, *command, codes=(2,)).err, command
+    (sent / "notes.txt").unlink()
+    os.mkfifo(sent / "pipe")
+    for command in commands:
+        assert "pipe is a link, pipe or device" in answered(capsys, *command, codes=(2,)).err, command
 
 
 def test_pipes_and_devices_are_not_read(here, capsys, made):

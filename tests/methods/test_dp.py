@@ -42,6 +42,13 @@ def vector(length, seed=0):
     return direction * (length / direction.norm())
 
 
+@pytest.mark.parametrize("per_layer", [False, True])
+def test_an_update_whose_squares_overflow_contributes_nothing(per_layer):
+    clipped = clip(DP(noise=1.0, per_layer=per_layer), {"update": vector(1e160)}, 1.0)
+    assert float(clipped["update"].abs().max()) == 0.0
+    assert float(clipped["dp/bits"]) == -0.5
+
+
 @pytest.mark.parametrize("length", [0.0, 1e-30, 0.3, 1.0, 1.5, 1e30])
 def test_no_update_is_longer_than_the_clipping_norm(length):
     rule = DP(noise=1.0)
@@ -178,6 +185,18 @@ def test_epsilon_is_that_of_the_finished_rounds():
     assert all(row["train_loss"] > 0 for row in shown.history)
 
 
+def test_a_round_whose_server_step_overflows_is_counted():
+    method = "fedavg:eta=3e38+dp:noise=1.1,clip=1000,adaptive=false,delta=0.01"
+    with pytest.warns(UserWarning, match="overflow|not finite"):
+        result = run(method, precision="fp32")
+    assert [row["updates"] for row in result.history] == [0, 0, 0]
+    expected = [epsilon([GaussianRounds(1.1, 1.0, t)], 0.01) for t in (1, 2, 3)]
+    assert [row["epsilon"] for row in result.history] == pytest.approx(expected)
+    with pytest.warns(UserWarning, match="The privacy budget is spent"):
+        short = run(method.replace("delta", "epsilon=4,delta"), precision="fp32")
+    assert len(short.history) < 3
+
+
 def test_the_noise_for_an_epsilon_lasts_all_rounds_and_a_budget_ends_a_run(tmp_path):
     result = run("dp:epsilon=6,adaptive=false,delta=0.01", out=tmp_path / "a")
     assert 5.9 < result.summary["epsilon"] <= 6.0
@@ -258,6 +277,8 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
     [
         ("dp", {}, "needs noise or epsilon"),
         ("dp:noise=1", {}, "a cohort of 11 clients suffices"),
+        ("dp:noise=1e6", {}, "a cohort of 10000001 clients suffices"),
+        ("dp:noise=1e30", {}, "less than or equal to 1000000"),
         ("dp:noise=0.5,epsilon=3,adaptive=false", {}, "the first round alone"),
         ("dp:noise=1,adaptive=false,delta=0.2", {}, "delta"),
         ("dp:noise=1,adaptive=false", {"client_weighting": "samples"}, "public_sizes"),
@@ -271,6 +292,8 @@ def test_methods_that_need_more_than_a_private_sum_are_rejected(method):
         ("dp:noise=1,adaptive=false,bit_noise=2", {}, "dp:bit_noise has no effect"),
         ("dp:noise=0,epsilon=8", {}, "dp:epsilon has no effect with noise=0"),
         ("scaffold+dp:noise=1,adaptive=false,public_sizes=true", {}, "nothing besides the model"),
+        ("heterofl+dp:noise=1,adaptive=false", {}, "With heterofl, clients upload different slices"),
+        ("fedrolex+dp:noise=1,adaptive=false", {}, "With fedrolex, clients upload different slices"),
         ("scaffold+dp:noise=1,adaptive=false", {"local_steps": None, "local_epochs": 1}, "needs local_steps"),
     ],
 )
@@ -278,6 +301,21 @@ def test_what_would_not_be_protected_is_reported_before_training(method, options
     fed = blobs(SIZES, shape=(3, 8, 8))
     with pytest.raises(UnskewError, match=words):
         unskew.run(fed, **{"model": "mlp", "method": method, **FEW, **options})
+
+
+def test_slices_that_depend_on_the_client_are_an_error_whether_it_takes_part_or_not():
+    """Entries of the model that change without noise, or not at all, would show who took part."""
+
+    class Halves(unskew.SyncRule):
+        name, summary, paper = "halves", "", ""
+
+        def exchanged_slices(self, state, round, client, last, spec):
+            part = slice(0, spec.size if round == 1 and client == self.wide else spec.size // 2)
+            return (part,), (part,)
+
+    for Halves.wide in range(8):  # one client takes part in a round
+        with pytest.raises(ConfigError, match="With halves, clients upload different slices"):
+            run([Halves(), "dp:noise=1,adaptive=false,delta=0.01"], rounds=2, participation=1 / 8)
 
 
 def test_options_without_effect_are_named():

@@ -102,20 +102,6 @@ def test_the_noise_of_a_sum_is_that_of_its_sites(sites):
     assert len(state["spent"]) == 1
 
 
-def test_updates_with_different_slices_are_an_error():
-    """Entries that some clients do not send would have the noise of fewer clients than the guarantee assumes."""
-
-    class Halves(unskew.SyncRule):
-        name, summary, paper = "halves", "", ""
-
-        def exchanged_slices(self, state, round, client, last, spec):
-            part = slice(0, spec.size // 2) if client % 2 else slice(0, spec.size)
-            return (slice(0, spec.size),), (part,)
-
-    with pytest.raises(ConfigError, match="the same parts of the model"):
-        run([Halves(), f"dp:noise=1,honest=3,{SITES}"])
-
-
 def test_a_sum_of_too_few_sites_is_not_opened():
     rule, spec = rule_of("noise=1,clip=0.5,honest=3"), spec_of(50)
     updates = [sent_by(rule, k, vector(50, 1.0, k), spec) for k in range(2)]
@@ -184,6 +170,8 @@ def test_epsilon_is_that_of_the_finished_rounds_and_a_budget_ends_a_run(tmp_path
         (f"dp:noise=1,honest=3,{SITES}", {"sampling": "poisson", "participation": 0.5}, "Use sampling=fixed"),
         (f"dp:noise=1,honest=3,{SITES}", {"network": "fixed:1"}, "network.delay"),
         (f"dp:noise=0.5,epsilon=3,honest=3,{SITES}", {}, "the first round alone"),
+        (f"heterofl+dp:noise=1,honest=3,{SITES}", {}, "With heterofl, clients upload different slices"),
+        (f"dp:noise=1,honest=3,accountant=prv,{SITES}", {}, "accountant has no effect with noise_at=sites"),
         (f"topk+dp:noise=1,honest=3,{SITES}", {}, "longer than the one that dp has clipped"),
     ],
 )

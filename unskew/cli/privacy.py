@@ -58,16 +58,16 @@ def privacy(
         raise ConfigError(unknown_name("sampling", sampling, SAMPLING))
     if (noise is None) == (epsilon is None):
         raise ConfigError("Use either --noise, to compute epsilon, or --epsilon, to compute the noise.")
-    if noise is not None and not 0 < noise < math.inf:
-        raise ConfigError(f"--noise is {noise:g}; it must be a positive number.")
+    from unskew.privacy.accounting import LARGEST_NOISE, check_delta, default_delta
+
+    if noise is not None and not 0 < noise <= LARGEST_NOISE:
+        raise ConfigError(f"--noise is {noise:g}; it must be above 0 and at most {LARGEST_NOISE:g}.")
     size = cohort_size(clients, cohort, participation, sampling)
     if honest is not None and (sampling != "fixed" or parameters is None or honest > size):
         raise ConfigError(
             "--honest (noise at the sites) needs --sampling fixed, at least that number of clients per round, and "
             "--parameters, because rounding depends on their number."
         )
-    from unskew.privacy.accounting import check_delta, default_delta
-
     delta = default_delta(clients) if delta is None else delta
     check_delta(delta, clients)
     setting = {

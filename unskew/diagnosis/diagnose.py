@@ -29,7 +29,7 @@ from unskew.engines.cpu import default_torch_modes, num_cores, num_threads
 from unskew.engines.device import device_modes
 from unskew.engines.registry import pick_device
 from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
-from unskew.filesystem import parse_path
+from unskew.filesystem import check_run, parse_path
 from unskew.measurements.feature_skew import feature_skew
 from unskew.measurements.gradient_probe import BATCH, GradientProbe
 from unskew.measurements.heterogeneity import Follow, MeasurementScope, measure, selected_clients, selected_samples
@@ -236,9 +236,11 @@ def find_run_folder(path: Path) -> Path:
 
     Raises:
         CheckpointError: If the path is neither a run folder nor a checkpoint of one.
+        ConfigError: If the run folder contains a link, pipe or device.
     """
     for folder in (path, path.parent.parent):
         if (folder / "config.yaml").is_file():
+            check_run(folder)
             return folder
     raise CheckpointError(f"{path} is neither a run folder nor a checkpoint of one: it has no config.yaml.")
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
-from unskew.privacy.accounting import check_delta, default_delta
+from unskew.privacy.accounting import LARGEST_NOISE, check_delta, default_delta
 from unskew.protocol.payload import UPDATE
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import (
@@ -31,7 +31,6 @@ from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 from unskew.secret_draws import is_seeded, seeded_report, seeded_warnings
 
-NonNegative = Annotated[float, Field(ge=0)]
 Positive = Annotated[float, Field(gt=0)]
 LARGEST_DELTA = 0.05
 """Largest delta without a warning."""
@@ -59,7 +58,7 @@ class ClippedSum(ClientRule, AggregateRule):
         per_layer: Clip each of the model's ``L`` parameter tensors to ``C/√L``.
         accountant: How the ``epsilon`` of all rounds together is computed with Poisson cohorts: ``rdp`` (Rényi
             differential privacy) or ``prv`` (privacy random variables), which is slower and gives a smaller
-            ``epsilon``.
+            ``epsilon``. ``noise_at=sites`` has an accountant of its own.
         public_sizes: The clients' numbers of samples are public, so ``client_weighting: samples`` may be used.
         reveal: Record the training loss, and allow ``diagnose`` and ``save_samples``, which the guarantee does not
             cover.
@@ -74,6 +73,7 @@ class ClippedSum(ClientRule, AggregateRule):
     paper: ClassVar[str] = "McMahan et al. 2018, arXiv:1710.06963; Andrew et al. 2021, arXiv:1905.03871"
     supports_delays: ClassVar[bool] = False
     weights: ClassVar[Weights | None] = "uniform"
+    needs = ("equal_slices",)
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"bits": (-0.5, 0.5)}
     stage: ClassVar[Stage] = "clip"
     combines_empty: ClassVar[bool] = True
@@ -82,9 +82,10 @@ class ClippedSum(ClientRule, AggregateRule):
     idle_options = (
         ({"adaptive": False}, ("quantile", "clip_lr", "bit_noise")),
         ({"noise": 0}, ("epsilon", "bit_noise")),
+        ({"noise_at": "sites"}, ("accountant",)),
     )
 
-    noise: NonNegative | None = None
+    noise: Annotated[float, Field(ge=0, le=LARGEST_NOISE)] | None = None
     epsilon: Positive | None = None
     delta: Annotated[float, Field(gt=0, lt=1)] | None = None
     clip: Annotated[float, Field(gt=0, allow_inf_nan=True)] = 0.1
@@ -264,7 +265,8 @@ class ClippedSum(ClientRule, AggregateRule):
         norms = torch.stack(squares).sum(0).sqrt()
         limits = limit.to(torch.float64) / math.sqrt(len(norms))
         within = norms <= limits
-        factors = torch.where(within | ~norms.isfinite(), torch.ones_like(norms), limits / norms)
+        # A norm that overflows gives the factor 0, so that the update contributes nothing.
+        factors = torch.where(within | norms.isnan(), torch.ones_like(norms), limits / norms)
         like = next(iter(streams.values()))
         # Rounded down, so that rounding does not exceed the norm.
         factors = round_down(factors, like)

@@ -187,17 +187,9 @@ class SiteDP(ClippedSum):
 
         Returns:
             The new state, and the private mean with the private sums of the uploads.
-
-        Raises:
-            ConfigError: If clients upload different slices, so that some entries have the noise of fewer clients.
         """
         plan, sums, v = updates.plan, updates.aggregate, updates.v_global
         assert self.honest is not None
-        if sums.entries is not None:
-            raise ConfigError(
-                "dp:noise_at=sites needs updates with the same parts of the model, but the clients of this round sent "
-                "different ones. Use participation=1, or noise_at=server."
-            )
         step = self.grid(plan, len(v)).step
         opened = sums.count >= self.honest
         private = {}

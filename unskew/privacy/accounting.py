@@ -46,7 +46,7 @@ LARGEST_LOSS = 500.0
 SMALLEST_NOISE = 1e-3
 """Smallest noise multiplier of the accountants; below it, opacus' sums may overflow, and epsilon exceeds 1e5."""
 LARGEST_NOISE = 1e6
-"""Largest noise multiplier of the search."""
+"""Largest noise multiplier of ``dp`` and of the search."""
 
 
 @dataclass(frozen=True)

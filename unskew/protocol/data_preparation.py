@@ -67,7 +67,8 @@ class ClientPayloads:
 
     Attributes:
         sent: Tensors by client and name; their memory size counts as traffic.
-        summary: Entries about the payloads for the run summary.
+        summary: Entries about the payloads for the run summary; a real site sends only those in
+            ``DataRule.payload_metrics``.
         digest: Digest of the content.
     """
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from unskew.data.federation import ClientData
 from unskew.protocol.data_preparation import NOWHERE, ClientPayloads, PreparedData, ServerPayload, Workspace
 from unskew.protocol.federation_info import FederationInfo
@@ -18,6 +21,12 @@ class DataRule(Rule):
     simulated_only: str | None = None
     """Reason why real sites cannot run the rule, as a sentence; None if they can."""
 
+    payload_metrics: Mapping[str, tuple[float, float]] = {}
+    """Numbers about the payload of a client for the run summary, with their smallest and largest values.
+
+    Every real site that sends tensors also sends these entries of ``ClientPayloads.summary``, and no others.
+    """
+
     def client_payload(self, prepared: PreparedData, seed: int, workspace: Workspace) -> ClientPayloads | PreparedData:
         """Compute what every client sends to the server, once before training.
 
@@ -33,6 +42,14 @@ class DataRule(Rule):
             all clients may be returned instead; then nothing is exchanged.
         """
         return ClientPayloads()
+
+    def summarize_payloads(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Return the entries of the run summary about the payloads of real sites.
+
+        Args:
+            metrics: Numbers in ``payload_metrics`` of each site that sent tensors, at least one. Sites may be hostile.
+        """
+        return {}
 
     def server_payload(self, sent: dict[int, Tensors], federation_info: FederationInfo, seed: int) -> ServerPayload:
         """Compute what the server sends back to the clients.

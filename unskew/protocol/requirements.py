@@ -12,6 +12,8 @@ NEEDS = {
     "averaged and the whole model is exchanged; aggregate.buffer_change is then their mean change",
     "last_update": "each update comes with the client's previous update, as update.last",
     "whole_updates": "clients send updates of the whole model, so the rule conflicts with all rules of the slot sync",
+    "equal_slices": "all clients upload the same slices of the model in a round, so that the entries that change do not show "
+    "who took part",
     "model_changes": "updates are the clients' models minus the received ones, so the rule conflicts with client rules that "
     "send something else (sends_model_changes = False)",
     "same_round": "updates that were sent out in an earlier round are discarded",

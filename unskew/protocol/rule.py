@@ -164,7 +164,8 @@ class WithServerHalf(Rule):
 
     continued: ClassVar[tuple[str, ...]] = ()
     """Entries of the server half's state that a run takes from the run that it starts from, also if the rule's options
-    differ; that run must then have the rule, too."""
+    differ; that run must then have the rule, too. They also remain if the server step of a round overflows and the round is
+    discarded."""
 
     hidden_metrics: Collection[str] = ()
     """Metrics of a round that are not recorded, such as the clients' training loss."""

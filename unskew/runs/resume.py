@@ -18,6 +18,7 @@ from unskew.config.trust import is_registered_method
 from unskew.data.federation import ArrayClients
 from unskew.data.validation import to_float32
 from unskew.errors import CheckpointError, ConfigError
+from unskew.filesystem import check_plain
 from unskew.methods.registry import method
 from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import PreparedData
@@ -54,9 +55,11 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
         The number of rounds of the other run.
 
     Raises:
-        ConfigError: If the folder is not a run, or its run has other data or too many rounds.
+        ConfigError: If the folder is not a run, contains a link, pipe or device, or its run has other data or too many
+            rounds.
         CheckpointError: If the run has another model, or is corrupted.
     """
+    check_plain(parent)
     newest = checkpoint.newest_checkpoint(parent / "checkpoints")
     if newest is None:
         raise ConfigError(f"start_from={str(parent)!r} is not a run folder with a checkpoint.")

@@ -123,9 +123,7 @@ def summarize(
         fields = half.report(server.state.rules[half.name], info.plan).summary
         taken = bool(fields.keys() & summary.keys())  # by the rule of the aggregate slot
         summary |= {f"{half.name}_{name}": value for name, value in fields.items()} if taken else fields
-    summary |= {
-        name: value for name, value in prepared.summary.items() if name not in reserved
-    }  # it may come from sites
+    summary |= {name: value for name, value in prepared.summary.items() if name not in reserved}
     if attackers:
         summary["attack"] = None if config.attack is None else config.attack.kind
         summary["attackers"] = list(attackers)

@@ -30,6 +30,7 @@ from unskew.runs.coefficients import check_coefficients
 from unskew.runs.metrics import objective_warnings, run_metrics
 from unskew.runs.resolved_run import ResolvedRun
 from unskew.runs.round_plan import make_round_plan
+from unskew.simulation.parameter_slices import SliceExchange
 from unskew.simulation.samplers.registry import SAMPLERS, parse_sampling
 from unskew.tasks.registry import tasks_with
 
@@ -158,6 +159,9 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
     if method.sync is not None:
         half = method.sync.server_init(spec.flatten(), FederationInfo.of(federation))
         method.sync.exchanged_slices(half, 0, 0, None, spec)
+        if method.needs("equal_slices"):
+            exchange = SliceExchange(method.sync, spec)
+            exchange.check_equal_slices({method.sync.name: half}, 0, {}, len(federation.clients))
     weights = resolve_weighting(config, method)
     return ResolvedRun(config, method, federation, spec, run.plan, weights, metrics, late, tuple(warnings))
 

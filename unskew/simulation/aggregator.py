@@ -104,6 +104,9 @@ class Aggregator:
             Metrics of the round.
         """
         setup, state = self.setup, self.state
+        if "equal_slices" in setup.needs:
+            clients = setup.federation_info.clients
+            self.broadcaster.exchange.check_equal_slices(state.rules, round, self.clients.last_rounds, clients)
         intake = UpdateBuffer(setup.method, setup.rule, self._meter, state.waiting)
         senders, skipped, discarded = self._collect(round, arrivals, intake)
         if senders:
@@ -182,7 +185,7 @@ class Aggregator:
         return metrics
 
     def _apply_updates(self, round: int, intake: UpdateBuffer) -> bool:
-        """Compute the next model and rule states; if they are not finite, discard them and return False."""
+        """Compute the next model and rule states; if they are not finite, discard all but ``continued`` and return False."""
         method, rule, current = self.setup.method, self.setup.rule, self.state
         server_rule = current.server_rule
         rules = current.rules
@@ -220,6 +223,10 @@ class Aggregator:
         both = [name for name in before if name in after]
         flags = finite_flags([*(before[name] for name in both), *(after[name] for name in both)])
         if any(was and not now for was, now in zip(flags[: len(both)], flags[len(both) :], strict=True)):
+            for half in method.halves:  # what the round has spent remains spent
+                state = rules[half.name]
+                spent = {entry: state[entry] for entry in half.continued if entry in state}
+                current.set_rules({half.name: {**current.rules[half.name], **spent}})
             return False
         current.apply(server_rule, rules, b, intake.waiting, len(intake.accepted))
         if intake.models is not None:

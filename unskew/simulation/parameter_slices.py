@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -128,6 +128,29 @@ class SliceExchange:
             if slices is not None:
                 self._checked(tuple((span.start, span.stop, span.step) for span in slices))
         return both
+
+    def check_equal_slices(
+        self, rules: dict[str, Tensors], round: int, last_rounds: Mapping[int, int], clients: int
+    ) -> None:
+        """Validate that all clients upload the same slices in a round, whether they take part or not.
+
+        Args:
+            rules: Server state of each rule.
+            round: Number of the round, from 0.
+            last_rounds: Last round in which each client took part.
+            clients: Number of clients of the federation.
+
+        Raises:
+            ConfigError: If two clients upload different slices.
+        """
+        if self.sync is None:
+            return
+        uploads = [self.slices(rules, round, client, last_rounds.get(client))[1] for client in range(clients)]
+        if any(slices != uploads[0] for slices in uploads):
+            raise ConfigError(
+                f"With {self.sync.name}, clients upload different slices of the model, so the entries that change show who "
+                "takes part, which another rule must hide. Let all clients upload the same slices, or remove that rule."
+            )
 
     def _made_check(self, edges: tuple[tuple[int, int, int | None], ...]) -> None:
         check_slices(edges, self.spec.size, f"{self.sync.name}.exchanged_slices" if self.sync else "")

@@ -14,6 +14,7 @@ import unskew
 from unskew.config.loader import experiment
 from unskew.deployment.common.agreement import PROTOCOL, experiment_digest
 from unskew.deployment.common.data_schema import DataSchema
+from unskew.deployment.server import connected_sites
 from unskew.deployment.server.config import Deployment
 from unskew.deployment.site.check import check_site
 from unskew.deployment.site.process import SiteProcess
@@ -263,6 +264,27 @@ def test_counts_of_classes_that_cannot_be_exclude_their_site_and_weights_are_tho
     weights = {place.sites[k].experiments._trainer[1].original.objective.weights for k in (0, 2)}
     assert len(weights) == 1
     assert weights.pop() == pytest.approx(expected)
+
+
+def test_a_site_that_is_excluded_in_the_first_sums_has_no_traffic_of_statistics(tmp_path, monkeypatch):
+    place, values = wards(tmp_path, class_weights="balanced")
+    traffic, agree = [], connected_sites.agree_on_data_and_model
+
+    def watched(*arguments):
+        federation, spec = agree(*arguments)
+        traffic.append(federation.stats_traffic)
+        return federation, spec
+
+    monkeypatch.setattr(connected_sites, "agree_on_data_and_model", watched)
+    change = spoilt("sum.0/counts", torch.full((4,), 10**6))
+    place.link.spoil = lambda client, asked, answer: (
+        change(answer) if client == 1 and "sum.0/counts" in answer.arrays else answer
+    )
+    result, _ = own(tmp_path, place, values)
+    assert [row["updates"] for row in result.history] == [2, 2]
+    assert traffic[0].shape == (3, 2)
+    assert traffic[0][1].tolist() == [0, 0]
+    assert (traffic[0][[0, 2]] > 0).all()
 
 
 def test_the_administrator_sees_what_sums_leave(tmp_path):

@@ -1,6 +1,7 @@
 """Private generators at real sites: nobody who knows the experiment can compute their noise, and they draw it once."""
 
 import stat
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -49,6 +50,20 @@ def test_two_runs_of_one_experiment_have_different_images(tmp_path):
     for client in (0, 1):
         assert first[client].shape == second[client].shape
         assert not torch.equal(first[client], second[client])
+
+
+@pytest.mark.parametrize("client", [0, 1])
+def test_the_guarantee_is_that_of_the_largest_epsilon_with_the_options_of_the_run(client, tmp_path):
+    place = LoopPlace(tmp_path, {**TINY, **PRIVATE})
+    place.link.spoil = lambda k, asked, answer: (
+        replace(answer, metrics={**answer.metrics, "epsilon": 20.0 + (k == client)})
+        if answer.kind == "contribution"
+        else answer
+    )
+    result, _ = deployed(tmp_path, place, Deployment(run="a" * 16, startup_timeout=0.5), **PRIVATE)
+    assert result.summary["epsilon"] == 21
+    assert result.summary["delta"] == 1e-5
+    assert "(21, 1e-05)-differentially private for one example of that client" in result.summary["privacy"]
 
 
 def test_a_site_that_is_asked_again_sends_the_same_images(tmp_path):

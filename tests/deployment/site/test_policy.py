@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import json
 import random
 import stat
@@ -512,9 +513,12 @@ def test_a_single_hidden_count_takes_the_next_smallest_with_it(monkeypatch, tmp_
         ([3, 40, 57], 100, [0, 1]),
         ([3, 0, 57], 60, [0, 2]),
         ([1, 1, 40, 57], 99, [0, 1, 2]),  # a sum of two would leave only 1 and 1
-        ([9, 9, 40], 58, [0, 1]),
+        ([8, 9, 40], 57, [0, 1]),
+        ([9, 9, 40], 58, [0, 1, 2]),  # two counts below 10 with the sum 18 are 9 and 9
+        ([1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 40], 50, [*range(11)]),  # ten counts with the sum 10 are 1
+        ([3, 40, 40, 57], 140, [0, 1, 2]),  # without the other 40, this one would be known to be the smallest
         ([40, 57], 97, []),
-        ([40, 57], 100, [0]),  # 3 rows have no value, which is a small count, too
+        ([40, 57, 60], 160, [0, 1]),  # 3 rows have no value, which is a small count, too
         ([4, 0, 0], 4, [0, 1, 2]),
         ([3, 40, 57], None, [0]),
         ([], 0, []),
@@ -523,6 +527,22 @@ def test_a_single_hidden_count_takes_the_next_smallest_with_it(monkeypatch, tmp_
 def test_which_counts_are_hidden(counts, total, hidden):
     small = small_cells(torch.tensor(counts, dtype=torch.int64), 10, total)
     assert torch.nonzero(small)[:, 0].tolist() == hidden
+
+
+@pytest.mark.parametrize("least", [3, 4])
+def test_every_small_count_has_two_possible_values_for_all_who_know_the_rule(least):
+    views = {}
+    for cells in (2, 3):
+        for *counts, missing in itertools.product(range(11), repeat=cells + 1):
+            total = sum(counts) + missing
+            small = small_cells(torch.tensor(counts), least, total).tolist()
+            shown = [None if hide else count for count, hide in zip(counts, small, strict=True)]
+            views.setdefault((total, *shown, None), []).append((*counts, missing))
+    assert len(views) > 1000
+    for (total, *shown), tables in views.items():
+        for cell, count in enumerate(shown):
+            possible = {table[cell] for table in tables}
+            assert count is not None or len(possible) > 1 or not 0 < possible.pop() < least, (total, shown, tables)
 
 
 def number_of_missing_ages(policy, patients):

@@ -236,6 +236,17 @@ def test_a_spoilt_update_of_an_asynchronous_run_harms_only_its_site(way, tmp_pat
     assert all("site-1 (client 1)" in text for text in told.warnings)
 
 
+@pytest.mark.parametrize("array", ["update/delta", "upload/scaffold/change"])
+def test_finite_numbers_whose_squares_overflow_are_a_fault_of_their_site(array, tmp_path):
+    runs = Runs(tmp_path, {**SCAFFOLD, "precision": "fp64"}, round_timeout=0.01, on_timeout="continue")
+    expected = runs(missing)
+    for value in (1e160, 1e308):
+        spoil = filled(value)
+        result = runs(lambda c, asked, answer, spoil=spoil: spoil(answer, array) if trains(c, asked) else answer)
+        assert_same_result(result, expected)
+        assert runs.blamed == {f"site-{HOSTILE}"}
+
+
 MASKED = {"secure_aggregation": "required", "clients": 5, "eval_clients": 0}
 
 
@@ -471,17 +482,44 @@ def test_a_spoilt_contribution_excludes_its_site_and_the_run_finishes(way, tmp_p
     assert result.history[-1]["sites_excluded"] == 1
 
 
-def test_names_of_the_summary_cannot_be_taken_by_a_site(tmp_path):
+@pytest.mark.parametrize("client", [0, HOSTILE])
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"synthetic_images": 10.0, "synthetic_seconds": 0.1, "best_round": 7.0},
+        {"synthetic_images": 10.0, "synthetic_seconds": 0.1, "kept_accuracy": 1.0},
+        {"synthetic_images": 10.0, "synthetic_seconds": 0.1, "epsilon": 0.1},
+        {"synthetic_images": 10.0},
+        {"synthetic_images": math.nan, "synthetic_seconds": 0.1},
+        {"synthetic_images": -1e9, "synthetic_seconds": 0.1},
+    ],
+)
+def test_a_site_that_describes_its_images_otherwise_is_excluded(client, metrics, tmp_path):
     runs = Runs(tmp_path, FEDSSYN)
     result = runs(
         lambda c, asked, answer: (
-            replace(answer, metrics={**answer.metrics, "rounds": 77.0, "best_round": 7.0})
-            if c == HOSTILE and asked.kind == "contribute"
+            replace(answer, metrics=metrics) if c == client and asked.kind == "contribute" else answer
+        )
+    )
+    assert runs.blamed == {f"site-{client}"}
+    assert result.summary["synthetic_images"] == 20
+    assert result.summary["best_round"] == 1
+    assert not {"kept_accuracy", "epsilon"} & result.summary.keys()
+
+
+def test_texts_of_a_contribution_are_ignored(tmp_path):
+    runs = Runs(tmp_path, FEDSSYN)
+    result = runs(
+        lambda c, asked, answer: (
+            replace(
+                answer, config={**answer.config, "about.privacy": "(epsilon=0.1)", "about.synthetic_images": "many"}
+            )
+            if asked.kind == "contribute"
             else answer
         )
     )
-    assert result.summary["rounds"] == 1
-    assert result.summary["best_round"] == 1
+    assert "privacy" not in result.summary
+    assert result.summary["synthetic_images"] == 30
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from torch import Tensor
 from unskew.data.federation import ClientData, Federation
 from unskew.deployment.server import round_requests
 from unskew.deployment.server.sites import SiteManager
-from unskew.deployment.wire.fields import LARGEST_WEIGHT, read_integer, read_number, read_text
+from unskew.deployment.wire.fields import read_integer, read_number, read_text
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.tensor_codec import (
     InvalidMessageError,
@@ -28,10 +28,7 @@ from unskew.models.spec import ModelSpec
 from unskew.protocol.data_preparation import ClientPayloads, PreparedData
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule, Method
-from unskew.simulation.update_buffer import RESERVED_METRICS
 
-FIELDS, LONGEST = 64, 2000
-"""Maximum number of fields, and of characters of a text, that describe what a site contributed."""
 MOST = 1 << 27
 """Maximum number of samples of a site; the server stores one label for each."""
 
@@ -181,8 +178,8 @@ def _run_data_rule(
     replies = request_all(sites, requests, "contributions", take)
     sent = {k: tensors for k, (tensors, _, _) in replies.items() if tensors}
     digest = "-".join(digest_part for _, _, digest_part in replies.values() if digest_part)
-    description = _merge_descriptions([part for _, part, _ in replies.values()])
-    payloads = ClientPayloads(sent, description, digest)
+    metrics = [part for tensors, part, _ in replies.values() if tensors]
+    payloads = ClientPayloads(sent, rule.summarize_payloads(metrics) if metrics else {}, digest)
     server_payload = rule.server_payload(sent, prepared.federation_info, seed)
     common = encode_record("common", server_payload.common)
     messages = {
@@ -222,7 +219,7 @@ def request_all(sites: SiteManager, requests: dict[int, Frame], what: str, take:
 
 def _contribution(
     client: int, frame: Frame, rule: DataRule, norm: float, spec: ModelSpec
-) -> tuple[Tensors, dict[str, Any], str]:
+) -> tuple[Tensors, dict[str, float], str]:
     if frame.kind != "contribution":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'contribution'")
     check_records(frame, ("sent",))
@@ -230,27 +227,10 @@ def _contribution(
     for name, tensor in tensors.items():
         check_norm(f"sent/{name}", tensor, norm)
     rule.check_sent(tensors, None, spec)
-    description = {
-        n.removeprefix("about."): read_text(frame.config, n)[:LONGEST] for n in frame.config if n.startswith("about.")
-    }
-    metrics = {name: read_number(frame.metrics, name, -LARGEST_WEIGHT, LARGEST_WEIGHT) for name in frame.metrics}
-    if taken := RESERVED_METRICS & {*description, *metrics} or len(description) + len(metrics) > FIELDS:
-        raise InvalidMessageError(f"its description has too many fields, or names reserved for the run: {taken}")
-    return tensors, {**metrics, **description}, read_text(frame.config, "payload_digest")
-
-
-def _merge_descriptions(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge the sites' descriptions: numbers are added, except that the largest epsilon is used.
-
-    Text is taken from the first site.
-    """
-    merged: dict[str, Any] = {}
-    for part in parts:
-        for name, value in part.items():
-            if isinstance(value, str):
-                merged.setdefault(name, value)
-            elif name == "epsilon":
-                merged[name] = max(value, merged.get(name, 0.0))
-            else:
-                merged[name] = merged.get(name, 0) + (int(value) if value == int(value) else value)
-    return merged
+    ranges = rule.payload_metrics if tensors else {}
+    if frame.metrics.keys() != ranges.keys():
+        raise InvalidMessageError(
+            f"it describes its data by {printable(sorted(frame.metrics))[:200]} instead of {sorted(ranges)}"
+        )
+    metrics = {name: read_number(frame.metrics, name, *bounds) for name, bounds in ranges.items()}
+    return tensors, metrics, read_text(frame.config, "payload_digest")

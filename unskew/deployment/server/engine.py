@@ -19,7 +19,7 @@ from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import read_metric, read_number
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import decode_update, encode_broadcast
-from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, printable
+from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, euclidean_norm, printable
 from unskew.engines.base import EngineConfig
 from unskew.errors import EngineError
 from unskew.protocol.messages import Broadcast, Tensors, Update, flatten_records
@@ -35,11 +35,11 @@ FACTOR = 30.0
 
 
 def tensor_norms(update: Update) -> dict[str, float]:
-    """Return the Euclidean norms of an update's tensors by name, omitting norms that are not finite."""
+    """Return the Euclidean norms of an update's tensors by name, omitting tensors with numbers that are not finite."""
     tensors = {"delta": update.delta, **flatten_records("upload", update.upload)}
     floats = {name: t for name, t in tensors.items() if t.is_floating_point()}
-    norms = {name: float(torch.linalg.vector_norm(t, dtype=torch.float64)) for name, t in floats.items()}
-    return {name: norm for name, norm in norms.items() if math.isfinite(norm)}
+    norms = {name: euclidean_norm(t) for name, t in floats.items()}
+    return {name: norm for name, norm in norms.items() if not math.isnan(norm)}
 
 
 def norm_outliers(norms: Mapping[int, float], floor: float) -> dict[int, float]:

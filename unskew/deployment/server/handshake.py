@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from unskew.config.experiment import Experiment
 from unskew.data.federation import Federation
 from unskew.data.partitioned import PartitionedSource
@@ -175,7 +177,10 @@ def agree_on_data_and_model(
         exchange = SiteExchange(sites, reported_sizes(frames), config.secure_aggregation == "required", roster)
         known = with_remaining(exchange, lambda asked: drawn.known(asked, sum(asked.num_samples.values())))
         reference, frames = drawn.federation(known), {k: frames[k] for k in exchange.clients}
-        reference = replace(reference, counts_known=callable(method.weights))
+        assert reference.stats_traffic is not None, "sums have traffic"
+        traffic = np.zeros((len(sites.sites), 2), np.int64)
+        traffic[exchange.clients] = reference.stats_traffic
+        reference = replace(reference, counts_known=callable(method.weights), stats_traffic=traffic)
         spec = check_method_over_sites(config, deployment, reference, method, len(sites.sites)).spec
         reference = match_model_input_range(reference, spec)
         with_loss = apply_task_options(reference, config.loss, None)  # class weights are not known yet
@@ -189,6 +194,9 @@ def agree_on_data_and_model(
         frames = {k: frames[k] for k in exchange.clients}
     federation = federation_of_sites(reference, frames, [site.site for site in sites.sites], not own, spec)
     federation = apply_task_options(federation, config.loss, config.class_weights, counts)
+    if federation.stats_traffic is not None:
+        present = np.isin(np.arange(len(sites.sites)), [*frames])
+        federation = replace(federation, stats_traffic=federation.stats_traffic * present[:, None])
     schema = DataSchema.of(federation)
     sites.connection.header = run_header(config, schema)
     if sums and own:  # the fingerprint prevents resuming the run after the statistics have changed

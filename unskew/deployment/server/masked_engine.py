@@ -27,7 +27,7 @@ from unskew.deployment.wire.digests import arrays_digest
 from unskew.deployment.wire.fields import LARGEST_NUMBER
 from unskew.deployment.wire.frames import Frame
 from unskew.deployment.wire.messages import check_reply_matches, encode_broadcast
-from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record
+from unskew.deployment.wire.tensor_codec import NAMES, InvalidMessageError, encode_record, euclidean_norm
 from unskew.errors import ConfigError, EngineError
 from unskew.protocol.messages import Broadcast, SummedUpdate, flatten_records, unflatten_records
 from unskew.protocol.payload import scatter_slices, slices_length
@@ -68,9 +68,7 @@ class MaskedEngine(FlowerEngine):
     def _within_norm(self, opened: OpenedSum, weight: float) -> OpenedSum:
         """Return a sum, or an empty one with a warning if a mean is larger than a plain update may be."""
         for name, total in opened.tensors.items():
-            norm = float(torch.linalg.vector_norm(total.double())) / (
-                len(opened.clients) if name.startswith("upload/") else weight
-            )
+            norm = euclidean_norm(total.double()) / (len(opened.clients) if name.startswith("upload/") else weight)
             if norm > self.wire_context.norm and name != "metrics":
                 names = ", ".join(map(self.sites.name, opened.clients))
                 self.sites.warn(

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from unskew.deployment.common.small_counts import follow_from_sum
 from unskew.deployment.site.config import SiteConfig
 from unskew.deployment.site.row_hashes import (
     RowHashes,
@@ -295,26 +296,32 @@ class StatisticsPolicy:
 def small_cells(counts: Tensor, least: int, total: int | None) -> Tensor:
     """Return which counts to hide: all from 1 to below ``least``, and if their sum is known, more until it says little.
 
+    What is hidden depends on the values and not on their order, and equal counts are hidden together. So every exchange of
+    values among hidden cells gives the same reply, and each of them has at least two possible values. The same holds for a
+    small number of rows without a value if two cells are hidden, which could be small instead of it.
+
     Args:
         counts: Number of rows in each cell.
         least: Smallest count that is not hidden.
-        total: Number of rows if each is in at most one cell, so that a single hidden count follows from the others; None
-            otherwise.
+        total: Number of rows if each is in at most one cell, so that the sum of the hidden counts follows from the others;
+            None otherwise.
 
     >>> small_cells(torch.tensor([3, 0, 40, 20]), 10, 63).tolist()
     [True, False, False, True]
     """
     flat = counts.flatten()
     small = (flat > 0) & (flat < least)
-    hidden = flat[small].tolist()
-    if total is not None and 0 < total - int(flat.sum()) < least:
-        hidden.append(total - int(flat.sum()))  # rows without a value are a cell as well
-    while total is not None and hidden and (len(hidden) < 2 or sum(hidden) < least):
-        shown = torch.nonzero((flat > 0) & ~small)[:, 0]
+    if total is None:
+        return small.reshape(counts.shape)
+    hidden, fewest, rest = flat[small].tolist(), 0, total - int(flat.sum())
+    if 0 < rest < least:  # rows without a value are a cell as well, which is never sent
+        hidden, fewest = [*hidden, rest], 2
+    while hidden and (sum(hidden) < least or small.sum() < fewest or follow_from_sum(hidden, 1, least - 1)):
+        shown = flat[(flat > 0) & ~small]
         if not len(shown):
             small[:] = True  # all rows are in small cells
             break
-        smallest = shown[flat[shown].argmin()]
-        small[smallest] = True
-        hidden.append(int(flat[smallest]))
+        added = flat == shown.min()
+        small |= added
+        hidden += flat[added].tolist()
     return small.reshape(counts.shape)

@@ -190,14 +190,10 @@ class SiteProcess:
             if payloads is not prepared:
                 raise ConfigError(f"{rule.name} changes data without an exchange, which works only in simulations.")
             payloads = ClientPayloads()
-        metrics = {name: float(v) for name, v in payloads.summary.items() if isinstance(v, int | float)}
-        texts = {
-            f"about.{name}": v for name, v in payloads.summary.items() if isinstance(v, str) and name != "synthetic"
-        }
-        sent = encode_record("sent", payloads.sent.get(self.config.client, {}))
-        return Frame(
-            "contribution", {"client": self.config.client, "payload_digest": payloads.digest, **texts}, metrics, sent
-        )
+        sent = payloads.sent.get(self.config.client, {})
+        metrics = {name: float(payloads.summary[name]) for name in rule.payload_metrics} if sent else {}
+        config = {"client": self.config.client, "payload_digest": payloads.digest}
+        return Frame("contribution", config, metrics, encode_record("sent", sent))
 
     def _reply_before_schema(self, request: Frame, digest: str, reference: DataSchema) -> Frame:
         """Reply before global statistics determine the encoding of columns and targets."""

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -44,6 +44,7 @@ from unskew.methods.fedssyn.ablations import only_own_images, single_client_imag
 from unskew.methods.fedssyn.synthetic_sets import (
     check_fits,
     logged_epsilons,
+    privacy_metrics,
     refusing_clients,
     set_metrics,
 )
@@ -205,6 +206,20 @@ class Fedssyn(DataRule):
         if self.data == "local":
             return only_own_images(prepared, payloads, self, self.match_steps)
         return payloads if self.data == "shuffled" else single_client_images(prepared, payloads)
+
+    @property
+    def payload_metrics(self) -> Mapping[str, tuple[float, float]]:  # type: ignore[override]
+        """Number of images, seconds of their generation, and with private generators the privacy spent."""
+        ranges = {"synthetic_images": (1.0, 1e12), "synthetic_seconds": (0.0, 1e12)}
+        return ranges if self.privacy is None else {**ranges, "epsilon": (0.0, 1e12)}
+
+    def summarize_payloads(self, metrics: Sequence[Mapping[str, float]]) -> dict[str, Any]:
+        """Add up images and seconds, and state the guarantee for the largest epsilon with the options of the run."""
+        images, seconds = (sum(part[name] for part in metrics) for name in ("synthetic_images", "synthetic_seconds"))
+        summary: dict[str, Any] = {"synthetic_images": int(images), "synthetic_seconds": seconds}
+        if self.privacy is not None:
+            summary |= privacy_metrics(self.privacy, max(part["epsilon"] for part in metrics))
+        return summary
 
     def check_sent(self, sent: Tensors, like: Tensors | None, spec: ModelSpec) -> None:
         """Validate that a client has sent images and their labels, or nothing."""

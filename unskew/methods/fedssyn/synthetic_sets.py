@@ -35,12 +35,20 @@ def set_metrics(about: dict[str, Any]) -> dict[str, object]:
     summary: dict[str, object] = {"synthetic": about.get("folder"), "synthetic_images": sum(about["counts"].values())}
     summary["synthetic_seconds"] = about["seconds"]
     if about.get("epsilon") and about["recipe"]["privacy"]:
-        spent = max(about["epsilon"].values())
-        share = "it shares images of that generator; the number of images per class is not covered by the guarantee."
-        privacy = PrivacyOptions(**about["recipe"]["privacy"])
-        fields = {"epsilon": None, "epsilon_if_secret": spent} if privacy.reproducible else {"epsilon": spent}
-        summary |= {**fields, "delta": privacy.delta, "privacy": privacy.sentence(spent, share)}
+        summary |= privacy_metrics(PrivacyOptions(**about["recipe"]["privacy"]), max(about["epsilon"].values()))
     return summary
+
+
+def privacy_metrics(privacy: PrivacyOptions, spent: float) -> dict[str, object]:
+    """Return the summary metrics of the guarantee of private generators.
+
+    Args:
+        privacy: Options of the generators.
+        spent: Largest epsilon of any client.
+    """
+    share = "it shares images of that generator; the number of images per class is not covered by the guarantee."
+    fields = {"epsilon": None, "epsilon_if_secret": spent} if privacy.reproducible else {"epsilon": spent}
+    return {**fields, "delta": privacy.delta, "privacy": privacy.sentence(spent, share)}
 
 
 def logged_epsilons(synthetic_set: SyntheticSet, folder: Path) -> SyntheticSet:
