@@ -4,6 +4,7 @@ import itertools
 import math
 import operator
 import shlex
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -262,7 +263,9 @@ def test_feature_skew_is_the_share_between_clients():
 
 
 def test_trying_says_what_held_and_ends_in_time():
-    fed = blobs([12, 15, 9, 11])
+    draws = np.random.default_rng(0)
+    pairs = [(draws.normal(size=(n, 3)).astype("float32"), np.arange(n) % 3) for n in (12, 15, 9, 11)]
+    fed = unskew.Federation.from_arrays(pairs, test=pairs[1], holdout=0.3)
     advice = unskew.diagnose(
         fed, model="logistic", curvature=False, rounds=4, local_steps=3, lr=0.1, engine="inline"
     ).advice()
@@ -277,6 +280,12 @@ def test_trying_says_what_held_and_ends_in_time():
     assert best.accuracy == again.summary["accuracy"]
     assert {t.held for t in trial.tried} <= {True, False, None}
     assert all(t.held == (t.accuracy > t.baseline) for t in trial.tried if t.held is not None)
+    stopping = {**vars(advice.setting.config), "early_stopping": 1, "keep": "best"}
+    setting = replace(advice.setting, config=advice.setting.config.model_copy(update=stopping))
+    assert validate_advice(replace(advice, setting=setting), 5).tried == trial.tried
+    unknown = unskew.Federation.from_arrays(pairs, test=pairs[1], holdout=0)
+    with pytest.raises(ConfigError, match="held-out samples of clients, but there are none"):
+        validate_advice(replace(advice, setting=replace(advice.setting, federation=unknown)), 5)
     short = validate_advice(advice, 1e-9)
     assert "time was up" in str(short)
     with pytest.raises(ConfigError, match="minutes above 0"):

@@ -217,6 +217,30 @@ def test_the_hessian_of_a_network_agrees_with_autograd():
     assert probe.moments(x, y).variance == near(float(scatter))
 
 
+def test_the_gradient_of_texts_is_that_of_their_tokens():
+    draws = np.random.default_rng(0)
+    x, y = draws.integers(0, 20, (9, 6)), draws.integers(0, 20, (9, 6))
+    for row, length in enumerate(draws.choice([1, 3, 6], 9)):
+        y[row, length:] = -1
+    fed = unskew.Federation.from_arrays([(x, y)] * 2, test=(x, y), task="language", classes=20, holdout=0)
+    net = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 20))
+    spec = unskew.diagnose(fed, model=net, head="1", precision="fp64", curvature=False).setting.spec
+    v = spec.flatten()
+    probe = GradientProbe(spec, fed.objective, fed, v, spec.flatten_buffers())
+    client = fed.clients[0]
+
+    def loss(v, x, y):
+        return fed.objective.loss(spec.forward(v, spec.flatten_buffers(), x).logits, y)
+
+    moments = probe.moments(client.x, client.y)
+    whole = torch.func.grad(loss)(v, client.x, client.y)
+    torch.testing.assert_close(moments.mean, whole)
+    tokens = (client.y >= 0).sum(1).double()
+    single = torch.stack([torch.func.grad(loss)(v, client.x[i : i + 1], client.y[i : i + 1]) for i in range(9)])
+    scatter = tokens @ (single - whole).square().sum(1) / tokens.sum()
+    assert moments.variance == near(float(scatter))
+
+
 def test_corollary_one_in_numbers():
     drift = 5 * math.sqrt(2.0) + math.sqrt(5 * 3.0)
     assert fedssyn_bounds.iterations(0.1, 10, 5, 7, 2.0, 3.0) == pytest.approx(

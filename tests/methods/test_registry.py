@@ -262,7 +262,7 @@ IDLE = {
     "fedcog:supervision=hard": "t=4",
     "fedcog:lambda_dis=0": "t_js=4 js=reversed_clamped max_prev_age=3",
     "fedcog:source=global": "lambda_dis=5 t_js=4 js=reversed_clamped max_prev_age=3",
-    "fedcog:source=noise": "g_lr=0.5",
+    "fedcog:source=noise": "g_lr=0.5 lambda_ce=3 lambda_dis=5 lambda_bn=1 t_js=4 js=reversed_clamped max_prev_age=3",
     "feddbe:kappa=0": "mu=0.5",
     "feddf:epochs=0": "lr=0.5 batch=3 optimizer=adam",
     "feddf:steps=0": "lr=0.5 batch=3 optimizer=adam",

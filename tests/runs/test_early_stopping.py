@@ -24,7 +24,7 @@ def digits():
 
 
 def train(federation, early_stopping, rounds=60, **options):
-    return unskew.run(federation, rounds=rounds, early_stopping=early_stopping, **SETTINGS, **options)
+    return unskew.run(federation, rounds=rounds, early_stopping=early_stopping, **{**SETTINGS, **options})
 
 
 @pytest.mark.parametrize("patience", [1, as_slow(3)])
@@ -42,6 +42,25 @@ def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, pat
     assert result.summary["validation_round"] == 2 * (best + 1)
     assert result.summary["accuracy_at_validation_round"] == result.history[2 * best + 1]["accuracy"]
     assert result.summary["max_rounds"] == 60
+
+
+def test_rounds_of_the_run_it_starts_from_do_not_count(digits, tmp_path):
+    """Otherwise a run could end before its first round, and keep a model that is not that of its best round."""
+    first = train(digits, 1, rounds=9, lr=20.0, out=tmp_path / "first")
+    done = len(first.history)
+    assert done < 9
+    options = {"lr": 0.1, "keep": "best", "method": "scaffold", "start_from": str(tmp_path / "first")}
+    own = train(digits, 3, rounds=done + 4, out=tmp_path / "own", **options)
+    assert len(own.history) > done
+    scores = [row["validation_accuracy"] for row in own.history[done:]]
+    best = done + 1 + int(np.argmax(scores))
+    assert own.summary["validation_round"] == own.summary["kept_round"] == best
+    assert own.summary["validation_accuracy"] == max(scores)
+    again = train(digits, 3, rounds=done + 1, out=tmp_path / "again", **options)
+    resumed = unskew.resume(tmp_path / "again", rounds=done + 4, federation=digits)
+    assert again.summary["rounds"] == done + 1
+    for name in ("rounds", "validation_round", "kept_round", "kept_accuracy"):
+        assert resumed.summary[name] == own.summary[name], name
 
 
 def test_it_looks_at_all_that_clients_hold_out_and_at_nothing_else(digits):

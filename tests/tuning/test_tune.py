@@ -207,6 +207,16 @@ def test_methods_are_tuned_alike_and_the_test_set_has_no_say():
     assert [summary["seed"] for summary in found.comparison.summaries[one.config.method]] == [1]
 
 
+def test_the_first_trial_is_the_configuration_and_equal_methods_are_compared_once():
+    options = {**TINY, "lr": 0.12345, "references": False}
+    found = unskew.tune(digits(False), methods=["fedprox", "fedprox:mu=0.01"], trials=1, seeds=1, **options)
+    assert [row["options"]["lr"] for row in found.trials] == [0.12345, 0.12345]
+    assert found.tuned["fedprox"].config.lr == 0.12345
+    assert list(found.comparison.summaries) == ["fedprox:mu=0.01"]
+    (note,) = found.comparison.left_out
+    assert note.startswith("fedprox:mu=0.01 is left out of the comparison: after tuning, it is fedprox:mu=0.01")
+
+
 def test_fresh_seeds_of_a_method_are_trained_together(joint):
     options = {"methods": ["fedavg"], "trials": 2, "seeds": 2, "references": False, "data": "digits", "clients": 3}
     options |= {**TINY, "engine": "vectorized", "device": "cpu", "precision": "fp64"}

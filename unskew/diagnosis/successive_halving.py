@@ -138,12 +138,17 @@ def validate_advice(
         follow: Creates the callbacks of a run from its method and configuration.
 
     Raises:
-        ConfigError: If ``minutes`` is not a time, or there is nothing to validate.
+        ConfigError: If ``minutes`` is not a time, or there is nothing to validate or no held-out samples.
     """
     check_minutes(minutes)
     advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
     if not advised:
         raise ConfigError("Nothing to validate: no applicable method was recommended.")
+    clients, config = advice.setting.federation.clients, advice.setting.config
+    if not config.eval_clients or not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
+        raise ConfigError(
+            "Methods are selected on held-out samples of clients, but there are none. Set holdout and eval_clients above 0."
+        )
     began = time.monotonic()
     deadline = DeadlineCallback(began + 60 * minutes)
     alive, last = list(advised), advice.rounds
@@ -203,7 +208,7 @@ def train_to(
         follow: Creates further callbacks.
     """
     setting = advice.setting
-    changes = {"method": name, "rounds": rounds, "target": None, "diagnose": ()}
+    changes = {"method": name, "rounds": rounds, "target": None, "diagnose": (), "early_stopping": None, "keep": "last"}
     # Short runs may be too short for a method that acts only at the end of a run.
     config = setting.config.model_copy(update={**changes, "base_run": rounds < advice.rounds})
     folder = runs_folder / "".join(c if c.isalnum() else "-" for c in name)
@@ -225,11 +230,8 @@ def train_to(
 def holdout_score(summary: dict[str, Any]) -> float:
     """Return the objective on held-out samples, by which methods are selected; higher is better."""
     objective = objective_metric(summary)
-    held_out = WORST if objective.name == WORST else f"client_{objective.name}_mean"
-    for figure in (held_out, objective.name):
-        if summary.get(figure) is not None:
-            return objective.rank(float(summary[figure]))
-    return -math.inf if summary.get("loss") is None else -float(summary["loss"])
+    value = summary.get(WORST if objective.name == WORST else f"client_{objective.name}_mean")
+    return -math.inf if value is None else objective.rank(float(value))
 
 
 def final_outcome(

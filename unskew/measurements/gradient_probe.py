@@ -1,7 +1,8 @@
 """Gradients, gradient noise and curvature of mean losses at a fixed model.
 
-The model is in eval mode, with fixed normalization buffers and without dropout, so the loss of a set is the mean of its
-samples' losses. Sets are processed in batches, so memory does not depend on their size.
+The model is in eval mode, with fixed normalization buffers and without dropout. As in training, the loss of a set is the
+mean of its samples' losses, weighted by their numbers of predictions (of a text, its tokens). Sets are processed in batches,
+so memory does not depend on their size.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ class GroupMoments:
     """Running mean and scatter of groups of vectors (Chan, Golub, LeVeque 1983); exact if all vectors are equal.
 
     Attributes:
-        count: Number of vectors so far.
+        count: Number of vectors so far, or the sum of their weights.
         mean: Mean of the vectors, ``[d]``.
         scatter: Sum of their squared distances from the mean.
     """
 
-    count: int
+    count: float
     mean: Tensor
     scatter: float = 0.0
 
-    def add(self, count: int, mean: Tensor, scatter: float = 0.0) -> None:
+    def add(self, count: float, mean: Tensor, scatter: float = 0.0) -> None:
         """Add a group of ``count`` vectors.
 
         Args:
-            count: Number of vectors.
+            count: Number of vectors, or the sum of their weights.
             mean: Mean of the group, ``[d]``.
             scatter: Sum of the group's squared distances from its mean.
         """
@@ -112,9 +113,13 @@ class GradientProbe:
         each = torch.func.vmap(gradient, in_dims=(None, 0, 0), randomness="same")
         moments = GroupMoments(0, torch.zeros_like(self.v))
         for inputs, targets in self.batches(x, y, max(1, min(BATCH, NUMBERS // self.spec.size))):
-            gradients = each(self.v, inputs, targets).detach()
-            mean = gradients.mean(0)
-            moments.add(len(targets), mean, float((gradients - mean).square().sum()))
+            gradients, weights = each(self.v, inputs, targets).detach(), self.task.predictions(targets)
+            if bool((weights == 1).all()):
+                mean = gradients.mean(0)
+                moments.add(len(targets), mean, float((gradients - mean).square().sum()))
+            elif total := float(weights.sum()):
+                mean = weights.to(gradients.dtype) @ gradients / total
+                moments.add(total, mean, float(weights @ (gradients - mean).square().sum(1).to(weights.dtype)))
         return moments
 
     def products(self, x: Tensor, y: Tensor) -> Products:

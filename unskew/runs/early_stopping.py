@@ -20,7 +20,11 @@ from unskew.tasks.primary_metric import WORST, validation_metric_name
 class EarlyStopping:
     """Early stopping on the global model's objective on clients' held-out samples, never on the test set.
 
-    The decision depends only on the run's history, so a resumed run stops in the same round as an uninterrupted one.
+    The decision depends only on the run's history, so a resumed run stops in the same round as an uninterrupted one. Rounds
+    of the run ``start_from`` are not among the candidates, because this run may have another method.
+
+    Attributes:
+        before: Number of rounds of the run ``start_from``.
 
     Args:
         config: Configuration of the run, which stops after ``early_stopping`` evaluations without improvement.
@@ -38,6 +42,7 @@ class EarlyStopping:
         self.config = config
         self.evaluator = evaluator
         self.history = history
+        self.before = 0
         self._counts: np.ndarray | None = None
         self.metrics = metrics
         self.objective = metrics.objective
@@ -110,7 +115,7 @@ class EarlyStopping:
 
     @property
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for row in self.history if row.get(self.score) is not None]
+        return [row for row in self.history[self.before :] if row.get(self.score) is not None]
 
     def summary(self) -> dict[str, Any]:
         """Return the best round on held-out samples, its test metrics, and the configured number of rounds."""

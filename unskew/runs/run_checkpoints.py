@@ -30,12 +30,13 @@ class RunCheckpoints:
 
     Attributes:
         saved: Number of rounds of the newest checkpoint.
+        before: Number of rounds of the run ``start_from``.
     """
 
     def __init__(self, parts: RunParts, best: BestModelKeeper):
         self.parts = parts
         self.best = best
-        self.saved = 0
+        self.saved = self.before = 0
         self._content = lru_cache(partial(stored_content, parts.prepared))
 
     def save(self, done: int) -> bool:
@@ -51,6 +52,7 @@ class RunCheckpoints:
             "content": self._content(),
             "frozen": parts.spec.frozen,
             "delays": parts.network.delays.identity,
+            "before": self.before,
             "speeds": "" if parts.network.clock is None else parts.network.clock.identity,
             **self.best.about(),
         }
@@ -95,6 +97,7 @@ class RunCheckpoints:
             raise CheckpointError("The trace of client speeds has changed since the run started. Restore the file.")
         restore.restore(path, manifest, parts.server, parts.network)
         self.best.restore(extra)
+        self.before = int(extra.get("before", 0))
         parts.recorder.resume(done, extra["seconds"])
         return done
 
@@ -104,7 +107,7 @@ class RunCheckpoints:
         if parts.config.start_from is None:
             return 0
         parent, data = Path(parts.config.start_from), data_identity(parts.prepared)
-        done = warm_start(parent, parts.config, parts.server, parts.recorder, data)
+        done = self.before = warm_start(parent, parts.config, parts.server, parts.recorder, data)
         if parts.network.clock is not None:
             parts.network.clock.now = parts.recorder.history[-1].get("seconds_simulated", 0.0)
         return done

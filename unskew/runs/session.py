@@ -59,6 +59,7 @@ class Session:
         """Train the remaining rounds and write the summary."""
         parts = self.parts
         start = self.checkpoints.start(resume)
+        self.stopping.before = self.checkpoints.before
         config = parts.config
         engine, choice = self.clients.make_engine(resume)
         if config.save_samples:

@@ -69,6 +69,7 @@ class RunExtra(ManifestPart):
     config: dict[str, Any]
     data: str
     seconds: Amount
+    before: Count = 0
     content: str | None = None
     frozen: str = ""
     delays: str = ""

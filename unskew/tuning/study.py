@@ -141,6 +141,7 @@ class Study:
         self.trials = trials
         self.seed = seed
         self.maximize = maximize
+        self.first = dict(first)
         pruner = optuna.pruners.NopPruner()
         if warmup is not None:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warmup)
@@ -231,7 +232,12 @@ class Study:
                 f"study.db contains {wrong}={short_repr(used[wrong])} for {self.name}, which is outside its search space. "
                 "Tune in another folder with --out."
             )
-        return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
+        # The configured values, with which the first trial begins, are not rounded.
+        return {
+            key: used[key] if used[key] == self.first.get(key) else rounded(used[key], space)
+            for key, space in self.spaces.items()
+            if key in used
+        }
 
     def importance(self) -> dict[str, float] | str:
         """Return the importance of each option as shares of 1, or the reason why it is unknown."""

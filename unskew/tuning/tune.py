@@ -65,7 +65,7 @@ def tune(
 
     Args:
         federation: Data of all clients; if None, they are loaded and partitioned as configured in ``options``.
-        methods: Method expressions. Options set in an expression are not tuned.
+        methods: Method expressions. Options set in an expression are not tuned unless ``search_space`` names them.
         trials: Number of trials per method; the first is the unchanged configuration.
         seeds: Fresh seeds for the comparison; an integer n means the n seeds after the seed of the trials.
         search_space: Spaces of options, such as
@@ -132,7 +132,7 @@ def tune(
         comparison = _compared(plan, tuned, fresh, federation, model, callback_factory, of_comparison)
         if folder is not None:
             shutil.rmtree(folder / "trials", ignore_errors=True)
-    comparison = replace(comparison, left_out=tuple(left_out))
+    comparison = replace(comparison, left_out=(*left_out, *comparison.left_out))
     spent = [each for study in studies.values() for each in study.spent()]
     return TuningResult(tuned, rows, comparison, folder, spent)
 
@@ -281,13 +281,19 @@ def _compared(
     common = {key: value for key, value in common.items() if key not in given_fields}
     fields = {"lr", *(key for tuned_method in tuned.values() for key in tuned_method.options if "." not in key)}
     budgets = {"local_steps", "local_epochs"}
-    each = {
-        tuned_method.config.method: {key: getattr(tuned_method.config, key) for key in sorted(fields | budgets)}
-        for tuned_method in tuned.values()
-    }
+    each: dict[str, dict[str, Any]] = {}
+    same: list[str] = []
+    for spelling, tuned_method in tuned.items():
+        config = tuned_method.config
+        if config.method in each:
+            same.append(
+                f"{spelling} is left out of the comparison: after tuning, it is {config.method}, as is another method."
+            )
+        else:
+            each[config.method] = {key: getattr(config, key) for key in sorted(fields | budgets)}
     alone = nullcontext() if plan.folder is None else file_lock(plan.folder / ".compare", PATIENCE)
     with alone:
-        return compare(
+        compared = compare(
             federation,
             methods=list(each),
             overrides=each,
@@ -300,3 +306,4 @@ def _compared(
             callback_factory=lambda name, seed, _: follow(f"{name}, seed {seed}"),
             **common,
         )
+    return replace(compared, left_out=(*compared.left_out, *same))

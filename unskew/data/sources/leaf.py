@@ -165,7 +165,7 @@ def read_labels(y: list[Any], who: str) -> np.ndarray:
     """
     try:
         column = pa.chunked_array([pa.array(y)])
-    except pa.ArrowException as error:
+    except (pa.ArrowException, OverflowError) as error:
         raise DataError(f"{who}: the labels must be all numbers or all strings ({error}).") from error
     return label_values(column, "y", who)
 

@@ -103,7 +103,7 @@ class FedCOG(ClientRule):
         ({"supervision": "hard"}, ("t",)),
         ({"lambda_dis": 0}, ("t_js", "js", "max_prev_age")),
         ({"source": "global"}, ("lambda_dis", "t_js", "js", "max_prev_age")),
-        ({"source": "noise"}, ("g_lr",)),
+        ({"source": "noise"}, ("g_lr", "lambda_ce", "lambda_dis", "lambda_bn", "t_js", "js", "max_prev_age")),
     )
 
     n: Annotated[int, Field(ge=1)] = 256
