@@ -114,6 +114,17 @@ def test_missing_values_of_other_files_are_listed_alike(tmp_path, monkeypatch, k
         file_tables(path, CsvSpec(missing=("?",), decimal="comma"))
 
 
+@pytest.mark.parametrize("kind", ["float16", "uint64", "decimal"])
+def test_numbers_of_any_type_may_be_missing(tmp_path, kind):
+    values = [1, 99, 99, 2]
+    column = pa.array(values, pa.decimal128(9, 2)) if kind == "decimal" else pa.array(np.array(values, kind))
+    parquet.write_table(pa.table({"v": column}), tmp_path / "t.parquet")
+    assert file_tables(tmp_path / "t.parquet")[0].column("v").to_pylist() == values
+    table, _ = file_tables(tmp_path / "t.parquet", CsvSpec(missing=("99",)))
+    assert table.column("v").to_pylist() == [1, None, None, 2]
+    assert table.column("v").type == column.type
+
+
 def test_predictions_know_the_missing_values_of_other_files(tmp_path):
     draws = np.random.default_rng(0)
     frame = pd.DataFrame({"x": draws.normal(size=60).round(3), "y": ["no", "yes"] * 30, "s": ["a", "a", "b", "b"] * 15})

@@ -291,12 +291,11 @@ def without_missing(column: Any, name: str, path: Path, missing: Sequence[str] |
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
         listed = [float(text) for text in missing or () if is_number(text)]
+        numbers = column.cast(pa.float64(), safe=False)
         if listed:  # in any notation
-            return pc.if_else(
-                pc.is_in(column.cast(pa.float64(), safe=False), pa.array(listed, pa.float64())), None, column
-            )
+            return pc.if_else(pc.is_in(numbers, pa.array(listed, pa.float64())), None, column)
         if column.null_count < len(column):
-            report_sentinels(column, name, path)
+            report_sentinels(numbers, name, path)
     elif missing and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
         return pc.if_else(pc.is_in(pc.utf8_trim_whitespace(column), pa.array(missing, kind)), None, column)
     return column
