@@ -258,7 +258,7 @@ def test_variants_run_and_differ():
                 "t_js=2", "lambda_bn=1", "source=global", "source=noise", "supervision=hard"]  # fmt: skip
     base = "fedcog:start_round=1,n=12,g_steps=3,lambda_kd=1,lambda_dis=5"
     short = {"rounds": 2, "eval_clients": 0, "local_epochs": 1}
-    idle = {"coefficients=auto": ",lambda_kd=1", "source=global": ",lambda_dis=5"}
+    idle = {"coefficients=auto": ",lambda_kd=1", "source=global": ",lambda_dis=5", "source=noise": ",lambda_dis=5"}
     vectors = {o: train(f"{base.replace(idle.get(o, ' '), '')}{o and ','}{o}", **short).vector for o in ["", *variants]}
     for one in vectors:
         for other in vectors:
