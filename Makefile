@@ -59,7 +59,7 @@ DOCSTRINGS = --select=DOC1,DOC3,DOC4 --style=google --arg-type-hints-in-docstrin
   --check-yield-types=False --skip-checking-short-docstrings=True --skip-checking-raises=True --skip-checking-private-functions=True
 
 audit: .venv-audit/installed  ## spelling; sections of docstrings (pydoclint); bandit on the code; hadolint on the Dockerfiles; pip-audit on the pinned versions, if there is a network
-	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --ignore-words-list fo,nd --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
+	.venv-audit/bin/codespell unskew docs examples README.md CONTRIBUTING.md --ignore-words-list fo,nd,thirdparty --skip '*.json,*.html,*.js,*.css,*.svg,*.png,__pycache__'
 	.venv-audit/bin/flake8 $(DOCSTRINGS) unskew
 	.venv-audit/bin/bandit --quiet --recursive -ll unskew
 	.venv-audit/bin/hadolint Dockerfile unskew/deployment/templates/Dockerfile

@@ -139,6 +139,9 @@ def all_texts(federation: Federation) -> Iterator[Tensor]:
 
     Args:
         federation: Data of all clients.
+
+    Yields:
+        Inputs, ``[n, ...]``.
     """
     yield federation.test[0]
     if federation.server is not None:
