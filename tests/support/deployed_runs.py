@@ -65,8 +65,10 @@ def compare(tmp_path, place=None, **options):
             assert sends_whole_model(place, values["rounds"] - 1, len(result.vector))
         # The server of real sites does not know their targets, so it compares with no constant.
         elif "seconds" not in name and name != "engine" and not name.startswith(("synthetic", "constant_")):
-            rounding = 2.0**-22 if "loss" in name else 0  # a site evaluates its samples in other batches
-            assert result.summary[name] == pytest.approx(value, abs=1e-12, rel=rounding) or value is None, name
+            rounding = (
+                2.0**-20 if "loss" in name else 1e-12
+            )  # a site evaluates its samples in other batches, in float32
+            assert result.summary[name] == pytest.approx(value, abs=rounding) or value is None, name
     sent, sums, counted = bytes_sent(place), bytes_of_sums(place), result.summary
     assert sent["down"] + sums["down"] == counted["bytes_down"]
     assert sent["up"] + sums["up"] == counted["bytes_up"] + counted.get("report_bytes_up", 0)
