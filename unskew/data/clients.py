@@ -66,6 +66,11 @@ class ClientData:
         return f"ClientData(id={self.id}, samples={self.num_samples}, held_out={len(self.y_test)})"
 
 
+def any_held_out(clients: Sequence[ClientData]) -> bool:
+    """Return whether one of the first thousand clients has held-out samples; others may have to be loaded."""
+    return any(len(clients[k].y_test) for k in range(min(len(clients), 1000)))
+
+
 class ArrayClients(Sequence[ClientData]):
     """Clients as slices of shared arrays.
 

@@ -13,6 +13,7 @@ from unskew.errors import DataError
 
 ROWS = 4096  # rows per chunk, to bound the memory of temporary copies
 CONSTANT = 1e-6
+"""A column counts as constant if its standard deviation is smaller than this, and than this share of its mean."""
 
 
 def is_constant(mean: np.ndarray, std: np.ndarray) -> np.ndarray:

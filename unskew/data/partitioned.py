@@ -147,20 +147,20 @@ class PartitionedSource:
         group = None if self.spec.split_by is None else parse_split(self.spec.split_by).group
         if group is not None:
             groups = get_column(self.train.columns, group, "split_by")
-            bounds = zip(training.parts.offsets[:-1], training.splits, strict=True)
-            known = np.concatenate([training.rows.numpy()[start:stop] for start, stop in bounds])
-            keep = ~np.isin(groups[order], groups[known])
+            keep = ~np.isin(groups[order], groups[np.concatenate([*training.training_rows()])])
         left = np.concatenate([[0], np.cumsum(keep)])
         offsets = left[self.parts.offsets].astype(np.int64)
         parts = Partition(self.parts.order[keep], offsets, self.parts.name, self.parts.names)
         return replace(self, parts=parts, rows=self.rows[torch.from_numpy(keep)], splits=offsets[:-1])
 
+    def training_rows(self) -> Iterator[np.ndarray]:
+        """Iterate over the indices of each client's training samples in ``train``."""
+        order = self.rows.numpy()
+        return (order[start:stop] for start, stop in zip(self.parts.offsets[:-1], self.splits, strict=True))
+
     def client_rows(self) -> Iterator[ClientRows]:
         """Iterate over the training rows of the clients, as sums use them."""
-        order = self.rows.numpy()
-        for start, stop in zip(self.parts.offsets[:-1], self.splits, strict=True):
-            rows = order[start:stop]
-            yield rows_of_table(self.source, self.train.x, self.train.y, rows)
+        return (rows_of_table(self.source, self.train.x, self.train.y, rows) for rows in self.training_rows())
 
     def known(self, exchange: Exchange | None = None, rows: int | None = None) -> GlobalStats:
         """Compute the statistics that encode columns and fit the task, from sums over clients' training samples.
@@ -344,8 +344,5 @@ def rows_per_value(drawn: PartitionedSource) -> tuple[np.ndarray, tuple[str, ...
     names, values = np.unique(get_column(drawn.train.columns, column, "partition").astype(str), return_inverse=True)
     if len(names) > 100:  # probably a numeric column, not groups of texts
         return None
-    training = (
-        drawn.rows[start:stop].numpy() for start, stop in zip(drawn.parts.offsets[:-1], drawn.splits, strict=True)
-    )
-    counts = [np.bincount(values.reshape(-1)[rows], minlength=len(names)) for rows in training]
+    counts = [np.bincount(values.reshape(-1)[rows], minlength=len(names)) for rows in drawn.training_rows()]
     return np.stack(counts), tuple(names.tolist())

@@ -99,10 +99,10 @@ def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Feder
     traffic, missing = federation.stats_traffic, federation.missing
     groups = federation.text_groups
     others = select_clients(clients, sides[1])
-    told = federation.warnings
+    texts = federation.warnings
     if federation.split_group is not None:
-        told = (*told, GROUPS_UNKNOWN.format(group=federation.split_group))
-        warnings.warn(told[-1], stacklevel=3)
+        texts = (*texts, GROUPS_UNKNOWN.format(group=federation.split_group))
+        warnings.warn(texts[-1], stacklevel=3)
     return replace(
         federation,
         clients=select_clients(clients, sides[0]),
@@ -113,7 +113,7 @@ def split_federation(federation: Federation, unseen: Unseen, seed: int) -> Feder
         stats_traffic=None if traffic is None else traffic[sides[0]],
         missing=None if missing is None else missing[sides[0]],
         text_groups=None if groups is None else (groups[0][sides[0]], groups[1]),
-        warnings=told,
+        warnings=texts,
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from unskew.config.experiment import Experiment
+from unskew.data.clients import any_held_out
 from unskew.diagnosis.advice import Advice
 from unskew.errors import ConfigError, short_repr
 from unskew.methods.registry import method
@@ -144,8 +145,7 @@ def validate_advice(
     advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
     if not advised:
         raise ConfigError("Nothing to validate: no applicable method was recommended.")
-    clients, config = advice.setting.federation.clients, advice.setting.config
-    if not config.eval_clients or not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
+    if not advice.setting.config.eval_clients or not any_held_out(advice.setting.federation.clients):
         raise ConfigError(
             "Methods are selected on held-out samples of clients, but there are none. Set holdout and eval_clients above 0."
         )

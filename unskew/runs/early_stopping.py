@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from unskew.config.experiment import Experiment
+from unskew.data.clients import any_held_out
 from unskew.errors import ConfigError
 from unskew.runs.metrics import RunMetrics, check_objective_on_held_out
 from unskew.simulation import personal_models
@@ -57,8 +58,7 @@ class EarlyStopping:
                 "save_samples needs to know the last round in advance and cannot be combined with early_stopping. "
                 "Remove one of them."
             )
-        clients = evaluator.federation.clients
-        if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
+        if not any_held_out(evaluator.federation.clients):
             raise ConfigError(f"{why} needs held-out samples of clients. Set holdout above 0, such as 0.1.")
         if not config.eval_clients:
             raise ConfigError(f"{why} needs evaluated clients, but eval_clients=0. Set eval_clients above 0.")

@@ -15,6 +15,7 @@ import torch
 from unskew.comparison.references import is_reference, reference_config
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
+from unskew.data.clients import any_held_out
 from unskew.data.federation import Federation, take_rows
 from unskew.data.load import federation_of
 from unskew.engines.auto_select import planned_runs
@@ -123,7 +124,7 @@ class TuningPlan:
             ConfigError: If a method does not fit, or trials cannot be judged.
         """
         clients = self.data.clients
-        if not any(len(clients[k].y_test) for k in range(min(len(clients), 1000))):
+        if not any_held_out(clients):
             raise ConfigError(
                 "Trials are judged on held-out samples of the clients, but no client has any. Set holdout above 0, such as "
                 "0.1."

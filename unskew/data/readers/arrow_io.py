@@ -21,6 +21,8 @@ from unskew.progress import report_progress
 MOST_BYTES, MOST_EXPANSION, MOST_DEPTH = 2 << 30, 100, 64
 """Data may need this many bytes of memory, or this many times the size of their file; nesting depth of a JSON line."""
 STRINGS = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"')
+VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
+"""Types with which columns of view types are read, because not all functions of pyarrow take views."""
 BATCH = 1 << 14
 """Number of rows of a parquet file that are decoded at once."""
 
@@ -226,9 +228,6 @@ def columns_beyond_64_bits(table: Any) -> list[str]:
     """Return the columns of a table with float64 values that may have been integers of more than 63 bits."""
     floats = [field.name for field in table.schema if pa.types.is_float64(field.type)]
     return [name for name in floats if (pc.max(pc.abs(table.column(name))).as_py() or 0) >= 2.0**63]
-
-
-VIEWS = {"string_view": pa.string(), "binary_view": pa.binary()}
 
 
 def read_typed(path: Path, missing: Sequence[str] | None = None) -> Any:
