@@ -26,11 +26,13 @@ REJECTED = {
     "fedrod": "fedlc fedrs ditto ft apfl fedrep fedper fedbn scaffold",
     "fedtgp": "scaffold fedavgm fedrep ditto median topk dp:noise=1 fedproto",
     "fednova": "fedcm fedgen floco",
+    "fedexp": "topk randk qsgd sign powersgd",
     "floco": "fedrep feddbe ditto scaffold dp:noise=1 dpsgd:noise=1",
     "gpfl": "fedrep fedper feddbe ditto scaffold dpsgd:noise=1",
     "knnper": "ditto ft fedbabu fedala",
     "qfedavg": "fedcm fedgen floco",
-    "smooth": "fedexp feddyn fedsmoo fedcm dense feddf fedasync fedbuff ca2fl feddle fedgen ifca fedals:auto",
+    "smooth": "fedexp feddyn fedsmoo fedcm dense feddf fedasync fedbuff ca2fl feddle fedgen ifca fedals:auto "
+    "fedamp fedfomo fedproto fedtgp fedgh",
     "dense": "fedper fedrep lgfedavg fedbabu fedbn fedals feddbe fedamp",
     "feddf": "fedper fedrep lgfedavg fedbabu fedbn fedals feddbe fedamp",
 }
@@ -43,6 +45,8 @@ ACCEPTED = [
     "qfedavg+scaffold",
     "fedasync+fedbn",
     "dense+scaffold",
+    "fedexp+int8",
+    "fedexp+bf16",
 ]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
-from unskew.protocol.rules import EVALUATED, ClientRule, Context, ServerRule, Tensors, Updates, Weights
+from unskew.protocol.rules import EVALUATED, ClientRule, Context, Method, ServerRule, Tensors, Updates, Weights
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -50,6 +50,17 @@ class FedExP(ClientRule, ServerRule):
 
     epsilon: Annotated[float, Field(gt=0)] = 1e-3
     evaluate: Literal["mean", "last"] = "mean"
+
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject lossy codes: clients measure the norms of their updates, and the server the norm of the decoded mean."""
+        codecs = (rule for rule in method.client if rule.encodes and rule.stage == "compress")
+        codec = next((rule.name for rule in codecs if not rule.only_rounds), None)
+        if codec is None:
+            return None
+        return (
+            f"fedexp compares the norms of updates with the norm of their mean, and {codec} changes the updates in between. "
+            "Remove one of them."
+        )
 
     def begin(self, ctx: Context) -> Tensors:
         """Store the last received values of each part of the model, the reference of the update."""

@@ -26,6 +26,7 @@ from unskew.protocol.rules import (
     Updates,
     Weights,
     WithServerHalf,
+    changes_updates,
 )
 from unskew.protocol.run_context import PreRunContext
 from unskew.seeding import fold, uniform
@@ -49,12 +50,12 @@ class OwnModels(ClientRule, SyncRule, ServerRule):
     """Clause for warnings on the content of messages, such as "clients send ..."."""
 
     def conflict_with(self, method: Method) -> str | None:
-        """Reject rules that need a common model, or that encode updates."""
+        """Reject rules that need a common model, or that change updates."""
         for rule in method.client:
             if rule is self:
                 continue
-            if type(rule).server_update is not WithServerHalf.server_update or rule.encodes:
-                return f"{rule.name} uses the clients' updates at the server, but with {self.name}, {self.exchange}."
+            if type(rule).server_update is not WithServerHalf.server_update or changes_updates((rule,)):
+                return f"{rule.name} acts on the clients' updates, but with {self.name}, {self.exchange}."
             if rule.has_personal_model:
                 return f"{rule.name} and {self.name} both define a client's personal model. Remove one of them."
         return None

@@ -108,8 +108,9 @@ def test_the_geometric_median_of_corners_and_of_an_obtuse_triangle_is_known():
 class Received:
     """Updates of a round, whose buffers are their first two entries, with a server that trains to the honest mean."""
 
-    def __init__(self, points, own=None):
+    def __init__(self, points, own=None, cohort=1):
         self.points, self.key = points, torch.tensor(3)
+        self.plan = SimpleNamespace(cohort=cohort)
         self.aggregate = SimpleNamespace(upload={})
         self.at_server = SimpleNamespace(train=lambda *_, **__: SimpleNamespace(v=own))
         self.v_global = self.b_global = torch.zeros_like(points[0])
@@ -171,6 +172,45 @@ def test_any_f_points_leave_the_result_near_the_honest_ones(far, dtype, options)
             assert norm <= 3 * 3 * 0.5 * (1 + 1e-6)
         if name == "fltrust":
             assert norm <= float(honest.mean(0).norm()) * (1 + 1e-6)
+
+
+FEW = [
+    # With f = 1 of 5, krum needs five updates and bulyan (f = 1 of 7) seven; below, the median of the rest outvotes f.
+    (Trimmed(), 5, 3, "median"),
+    (Trimmed(), 10, 5, "median"),
+    (Krum(), 5, 4, "median"),
+    (MultiKrum(), 5, 4, "median"),
+    (MultiKrum(), 5, 3, "median"),
+    (Krum(mix="nnm"), 5, 4, "median"),
+    (Trimmed(mix="nnm"), 5, 4, "rule"),
+    (Trimmed(bucket=2), 5, 3, "median"),
+    (Bulyan(), 7, 5, "median"),
+    (MultiKrum(), 10, 5, "median"),
+    # f of the updates may be a half or more.
+    (Trimmed(), 5, 2, "nothing"),
+    (MultiKrum(), 10, 4, "nothing"),
+    (Bulyan(), 7, 1, "nothing"),
+]
+
+
+@pytest.mark.parametrize(("rule", "cohort", "n", "expected"), FEW, ids=str)
+def test_attackers_gain_nothing_if_honest_clients_drop_out(rule, cohort, n, expected):
+    """Honest updates are 0.9, 1.0, 1.1, ...; all suspected clients of the cohort reply, at 1e6."""
+    f = math.ceil(rule.share * cohort)
+    honest = [0.9 + 0.1 * i for i in range(max(0, n - f))]
+    points = torch.tensor([[value, -value] for value in [1e6] * f + honest][:n], dtype=torch.float64)
+    state, combined = rule.combine(rule.server_init(torch.zeros(2), None), Received(points, cohort=cohort))
+    x = combined.delta[0].item()
+    if expected == "nothing":
+        assert combined.delta.tolist() == combined.buffers.tolist() == [0, 0]
+    else:
+        assert honest[0] <= x <= honest[-1]
+    if expected == "median":
+        assert x == pytest.approx(np.median(points[:, 0]), rel=1e-12)
+    too_few = expected == "nothing" or n < {"krum": 2 * f + 3, "multikrum": 2 * f + 3, "bulyan": 4 * f + 3}.get(
+        rule.name, 0
+    )
+    assert bool(rule.metrics(state, 0, None)) == (too_few or rule.bucket > 1)
 
 
 @pytest.mark.parametrize(("attackers", "limit"), [(1, 1.0), (3, 2.0), (5, 20.0)])

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from unskew.errors import ConfigError
 from unskew.methods.robust import estimators
+from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
 from unskew.protocol.rules import AggregateRule, Combined, Method, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
@@ -29,6 +30,8 @@ SHUFFLE = 1
 """Number that is folded into the round's key for the order of the buckets."""
 SMOOTHING = 1e-5
 """Smallest distance that the authors' steps of the geometric median divide by, ``nu``."""
+WEAKENED = "weakened"
+"""Entry of the state with the number of rounds in which too few updates arrived for the rule."""
 Share = Annotated[float, Field(ge=0, lt=0.5)]
 
 
@@ -55,8 +58,12 @@ class RobustRule(AggregateRule):
         """``individual``: the rule compares updates of single clients."""
         return ("individual",)
 
+    def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
+        """Return a counter of rounds with too few updates."""
+        return {WEAKENED: torch.zeros((), dtype=torch.int64, device=v.device)}
+
     def suspected(self, clients: int) -> int:
-        """Return the number ``f`` of suspected clients among ``clients``."""
+        """Return the number ``f`` of suspected clients in a cohort of ``clients``."""
         # Rounded first, because 0.2 * 25 is larger than 5 in floating point.
         return math.ceil(round(getattr(self, "share", 0.0) * clients, 9))
 
@@ -138,6 +145,10 @@ class RobustRule(AggregateRule):
     def combine(self, state: Tensors, updates: Updates) -> tuple[Tensors, Combined]:
         """Apply bucketing or mixing, then the rule; buffers are the median.
 
+        ``f`` does not decrease if clients of the cohort drop out, because attackers need not be among them. If the rule is
+        not defined for the remaining updates, their coordinate-wise median is used, and without an honest majority the round
+        changes nothing.
+
         Args:
             state: State of the rule.
             updates: Updates of the round, at least one.
@@ -155,16 +166,21 @@ class RobustRule(AggregateRule):
             )
         clients = list(updates)
         points = estimators.bounded(torch.stack([update.delta for update in clients]))
-        # Clients may have dropped out since the check, so f is limited to what the rule allows.
-        f = self.suspected(len(points))
+        buffers = estimators.coordinate_median(estimators.bounded(torch.stack([update.buffers for update in clients])))
+        f = self.suspected(max(len(points), updates.plan.cohort))
+        if 2 * f >= len(points):
+            weakened = {**state, WEAKENED: state[WEAKENED] + 1}
+            return weakened, Combined(torch.zeros_like(points[0]), updates.b_global)
+        buckets = points
         if self.bucket > 1:
             order = uniform(fold(updates.key, SHUFFLE), (len(points),)).argsort(stable=True)
-            points = estimators.bucket_means(points, order.to(points.device), self.bucket)
-        f = max(0, min(f, self.largest_f(len(points))))
+            buckets = estimators.bucket_means(points, order.to(points.device), self.bucket)
+        if max(0, self.largest_f(len(buckets))) < f:
+            delta = estimators.coordinate_median(points)
+            return {**self.next_state(state, delta), WEAKENED: state[WEAKENED] + 1}, Combined(delta, buffers)
         if self.mix == "nnm":
-            points = estimators.nearest_neighbor_means(points, f)
-        delta = self.center(points, f, state, updates)
-        buffers = estimators.coordinate_median(estimators.bounded(torch.stack([update.buffers for update in clients])))
+            buckets = estimators.nearest_neighbor_means(buckets, f)
+        delta = self.center(buckets, f, state, updates)
         return self.next_state(state, delta), Combined(delta, buffers)
 
     def next_state(self, state: Tensors, delta: Tensor) -> Tensors:
@@ -175,6 +191,11 @@ class RobustRule(AggregateRule):
             delta: Combined update, ``[d]``.
         """
         return state
+
+    def metrics(self, state: Tensors, round: int, spec: ModelSpec) -> dict[str, int]:
+        """Return the number of rounds so far with too few updates for the rule, if there are any."""
+        weakened = int(state[WEAKENED])
+        return {f"{self.name}_too_few_updates": weakened} if weakened else {}
 
 
 @dataclass(frozen=True)
@@ -319,7 +340,7 @@ class CenteredClipping(RobustRule):
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
         """Initialize the center to zero."""
-        return {"center": torch.zeros_like(v)}
+        return {**super().server_init(v, federation_info), "center": torch.zeros_like(v)}
 
     def center(self, points: Tensor, f: int, state: Tensors, updates: Updates) -> Tensor:
         """Clip around the stored center."""
@@ -330,7 +351,7 @@ class CenteredClipping(RobustRule):
 
     def next_state(self, state: Tensors, delta: Tensor) -> Tensors:
         """Store the new center."""
-        return {"center": delta}
+        return {**state, "center": delta}
 
 
 @dataclass(frozen=True)
