@@ -62,8 +62,12 @@ def table(title, result, names):
     print(f"\n{title}")
     for row in result.rows():
         rated = [name for name in names if row[name] is not None]  # not every method has personal models
-        shown = (f"{name} {row[name]:.3f} ± {row[std_key(name)]:.3f}" for name in rated)
-        print(f"  {row['method']:<10}", "   ".join(shown))
+        print(f"  {row['method']:<10}", "   ".join(f"{name} {cell(row[name], row[std_key(name)])}" for name in rated))
+
+
+def cell(mean, std):
+    """A mean, and its standard deviation if there are several seeds."""
+    return f"{mean:.3f}" if std is None else f"{mean:.3f} ± {std:.3f}"
 
 
 def worst(score):
