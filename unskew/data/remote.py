@@ -1,7 +1,7 @@
 """Downloads of data named by a URL, such as ``s3://``, ``gs://``, ``https://`` or ``file://``.
 
 Downloaded files are stored in the user's cache under a key of their sizes and versions. So files are downloaded again
-only if they changed at their source.
+only if they changed at their source, or if their source reports neither.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from unskew.filesystem import make_folder, user_cache
 from unskew.folder_locks import file_lock
 
 SCHEME = "://"
-VERSIONS = ("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation")
+VERSIONS = (
+    *("size", "ETag", "etag", "mtime", "created", "LastModified", "md5Hash", "generation"),
+    *("Last-Modified", "Content-MD5", "Digest"),  # of HTTP, with size and ETag
+)
 """Attributes by which file systems report that a file has changed."""
 
 
@@ -83,15 +86,14 @@ def fetch(url: str) -> Path:
 
 def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) -> Path:
     """Download files into the cache unless they are already there."""
-    versions = {name: {key: str(about[key]) for key in VERSIONS if key in about} for name, about in files.items()}
-    key = hashlib.sha256(json.dumps([url, versions], sort_keys=True).encode()).hexdigest()[:16]
+    versions = {name: versions_of(about) or versions_of(system.info(name)) for name, about in files.items()}
+    key = hash_json([url, versions])
     base = user_cache() / "data"
     # A single file is stored in a folder with the name of its original folder, because a table is named after it.
     folder, top = base / key, Path(Path(path).parent.name if path in files else "")
-    cached_path = folder / top / Path(path).name
     make_folder(base)
     with file_lock(base / f".{key}.lock", math.inf):
-        if not folder.exists():
+        if not folder.exists() or not all(versions.values()):
             fresh = base / f".{key}.new"
             shutil.rmtree(fresh, ignore_errors=True)
             for name in files:
@@ -103,5 +105,22 @@ def _kept(url: str, system: Any, path: str, files: dict[str, dict[str, Any]]) ->
                     raise DataError(f"{url} contains a file named {name!r}, which points outside its folder.")
                 make_folder(target.parent)
                 system.get_file(name, str(target))
-            os.replace(fresh, folder)
-    return cached_path
+                if not versions[name]:
+                    with target.open("rb") as content:
+                        versions[name] = {"sha256": hashlib.file_digest(content, "sha256").hexdigest()}
+            folder = base / hash_json([url, versions])
+            if folder.exists():
+                shutil.rmtree(fresh)
+            else:
+                os.replace(fresh, folder)
+    return folder / top / Path(path).name
+
+
+def versions_of(about: dict[str, Any]) -> dict[str, str]:
+    """Return the size and the versions that a file system reports of a file; empty if it reports none."""
+    return {key: str(about[key]) for key in VERSIONS if about.get(key) is not None}
+
+
+def hash_json(value: object) -> str:
+    """Return a short hash of a value in JSON format, as a name of a folder."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
