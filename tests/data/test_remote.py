@@ -99,6 +99,28 @@ def test_files_of_a_web_server_are_downloaded_again_if_they_changed(web, monkeyp
     assert texts == ["x,y\n1,2\n", "x,y\n3,4\n"]
 
 
+@pytest.mark.parametrize("prefix", ["table:", ""])
+@pytest.mark.parametrize(
+    "query", ["", "?download=true", "?token=a/b.c", "?signature=a/", "?from=https://host", "#rows"]
+)
+def test_a_query_is_not_part_of_the_name_of_a_file(web, query, prefix):
+    (web.folder / "data").mkdir()
+    for name, rows in (("train", 40), ("test", 7)):
+        lines = TABLE.splitlines()[:rows]
+        (web.folder / "data" / f"{name}.csv").write_text("\n".join(["x,y,label", *lines]))
+    fed = unskew.load_federation(f"{prefix}{web.url}/data/train.csv{query}", label="label", clients=2, holdout=0)
+    assert (fed.name, int(fed.sizes.sum()), len(fed.test[1])) == ("data", 40, 7)
+    assert fetch(f"{web.url}/data/test.csv{query}").name == "test.csv"
+
+
+def test_links_that_sort_the_listing_of_a_folder_are_not_files(web):
+    (web.folder / "data").mkdir()
+    (web.folder / "data" / "index.html").write_text('<a href="?C=N;O=D">Name</a> <a href="train.csv">train.csv</a>')
+    (web.folder / "data" / "train.csv").write_text("x,y\n1,2\n")
+    for address in ("data", "data/"):
+        assert [file.name for file in fetch(f"{web.url}/{address}").iterdir()] == ["train.csv"]
+
+
 @pytest.mark.parametrize(
     ("url", "error", "text"),
     [
