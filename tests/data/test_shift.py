@@ -123,3 +123,30 @@ def test_a_federation_is_rotated_with_its_masks():
     for k, (one, other) in enumerate(zip(plain.clients, turned.clients, strict=True)):
         assert torch.equal(other.x, torch.rot90(one.x, k % 2, (2, 3)))
         assert torch.equal(other.y, torch.rot90(one.y, k % 2, (1, 2)))
+
+
+def test_shifted_unseen_clients_hold_out_the_patients_on_whom_nobody_trains(tmp_path):
+    draws = np.random.default_rng(1)
+    columns = [
+        draws.integers(0, 30, 200),
+        draws.integers(0, 3, 200),
+        np.arange(200) * 7 % 90,
+        draws.integers(0, 2, 200),
+    ]
+    rows = ["patient,site,age,ill", *(",".join(map(str, row)) for row in zip(*columns, strict=True))]
+    (tmp_path / "visits.csv").write_text("\n".join(rows))
+    options = {"partition": "natural:site", "clients": None, "features": ["age"], "label": "ill", "split_by": "patient"}
+    plain, shifted = (
+        unskew.load_federation(f"table:{tmp_path / 'visits.csv'}", **options, holdout=0.5, unseen="2", shift=shift)
+        for shift in (None, "noise:0.001")
+    )
+    for part in ("clients", "unseen", "unseen_complete"):
+        for a, b in zip(getattr(plain, part), getattr(shifted, part), strict=True):
+            assert torch.equal(torch.cat([a.y, a.y_test]), torch.cat([b.y, b.y_test]))
+            noise = every(b) - every(a)
+            assert 0 < noise.abs().max() < 0.01
+    assert (
+        0
+        < len(shifted.unseen_complete[0].y_test)
+        < sum(len(y) for y in (shifted.unseen[0].y, shifted.unseen[0].y_test))
+    )

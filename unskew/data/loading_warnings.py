@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from functools import lru_cache
 from typing import Generic, ParamSpec, TypeVar
 
+from unskew.data.files_read import FileVersion, collect_files, file_version
+
 LOG = logging.getLogger("unskew")
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -44,22 +46,27 @@ def collect_warnings(shown: bool = True) -> Iterator[list[str]]:
 class CachedLoader(Generic[P, T]):
     """Cache of the most recent results of a function; a cached result logs the warnings of its computation again.
 
+    Results are computed again if a file changed that the function reads and records with ``record_file``.
+
     Args:
         load: Function of hashable arguments.
         size: Number of results.
     """
 
     def __init__(self, load: Callable[P, T], size: int):
-        def compute(*args: P.args, **kwargs: P.kwargs) -> tuple[T, list[str]]:
-            with collect_warnings(shown=False) as texts:
-                return load(*args, **kwargs), texts
+        def compute(*args: P.args, **kwargs: P.kwargs) -> tuple[T, list[str], dict[str, FileVersion]]:
+            with collect_warnings(shown=False) as texts, collect_files() as files:
+                return load(*args, **kwargs), texts, files
 
         self._cached = lru_cache(size)(compute)
         self.cache_clear = self._cached.cache_clear
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result, computed or cached."""
-        result, texts = self._cached(*args, **kwargs)  # type: ignore[arg-type]
+        result, texts, files = self._cached(*args, **kwargs)  # type: ignore[arg-type]
+        if any(file_version(file) != version for file, version in files.items()):
+            self.cache_clear()  # lru_cache cannot remove a single result
+            result, texts, _ = self._cached(*args, **kwargs)  # type: ignore[arg-type]
         for text in texts:
             LOG.warning("%s", text)
         return result

@@ -42,7 +42,8 @@ def with_shift(drawn: PartitionedSource, shift: Shift) -> PartitionedSource:
         shifted[part] = rotated(inputs, amount) if shift.kind == "rotate" else noisy(inputs, amount, drawn.seed, k)
         if shift.kind == "rotate" and TASKS[drawn.source.task].pixels:
             y[part] = rotated_masks(y[part], amount)
-    train = SampleTable(shifted, y, {})
+    rows = drawn.rows.numpy()
+    train = SampleTable(shifted, y, {name: values[rows] for name, values in drawn.train.columns.items()})
     source = replace(drawn.source, train=train)  # its normalization is that of the shifted inputs
     return replace(drawn, source=source, train=train, rows=torch.arange(len(shifted)))
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from unskew.data.federation import concatenate_inputs
+from unskew.data.files_read import record_file
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.column_roles import is_string
@@ -207,6 +208,7 @@ def image_bytes(column: Any, who: str, folder: Path | None = None) -> Iterator[t
             file = None if path is None else (folder or Path()) / path
             if file is None or not file.is_file():
                 raise DataError(f"An image of {who} is missing: it has no bytes and no file ({file}).")
+            record_file(file)
             name, data = str(file), file.read_bytes()
         yield name, data
 

@@ -318,7 +318,7 @@ def load_and_decode(request: SourceRequest, stamp: tuple[int, int, int]) -> Sour
 
 
 load_cached = CachedLoader(load_and_decode, size=4)
-"""Loads and decodes a source, with a cache."""
+"""Loads and decodes a source, with a cache; images are decoded again if one of their files changed."""
 
 
 def draw_rows(table: Any, count: int, name: str) -> Any:
