@@ -97,16 +97,16 @@ def load_partitioned(spec: DataSpec, seed: int) -> PartitionedSource:
     at_server, test = server_data(spec, source, source.test, seed)
     if at_server is not None and not at_server.in_domain:
         source, test = repeat_channels(source, test, at_server.x.shape[1])
+    train = source.train
     if spec.max_train_samples is not None:
-        available = len(source.train)
-        if not 1 <= spec.max_train_samples <= available:
+        if not 1 <= spec.max_train_samples <= len(train):
             raise ConfigError(
-                f"max_train_samples={spec.max_train_samples} must be from 1 to {available}, the number of training "
+                f"max_train_samples={spec.max_train_samples} must be from 1 to {len(train)}, the number of training "
                 f"samples of {spec.data}."
             )
-        rows = purpose_generator(seed, "keep_samples").permutation(available)[: spec.max_train_samples]
-        source = replace(source, train=source.train.rows(np.sort(rows)))  # statistics do not use the other samples
-    train = source.train
+        train = train.rows(
+            np.sort(purpose_generator(seed, "keep_samples").permutation(len(train))[: spec.max_train_samples])
+        )
     labels = train.y.numpy() if "counts" in TASKS[source.task].provides else None
     parts = partition_samples(spec, train, labels, source.classes, seed)
     # Order rows by client and shuffle within each client, so that a random part is held out.

@@ -649,13 +649,3 @@ def test_fewer_samples_are_drawn_by_the_seed():
     for wrong, message in ((0, "greater than or equal to 1"), (1438, "from 1 to 1437")):
         with pytest.raises(ConfigError, match=message):
             load_federation("digits", partition="iid", clients=3, max_train_samples=wrong)
-
-
-@pytest.mark.parametrize(("data", "scale"), [("breast_cancer", 1), ("digits", 1 / 255)])
-def test_samples_that_are_not_used_do_not_change_the_normalization(data, scale):
-    fed = load_federation(data, partition="iid", clients=3, max_train_samples=50)
-    x = torch.cat([part for client in fed.clients for part in (client.x, client.x_test)]).double() * scale
-    x = x.transpose(0, 1).flatten(1)
-    assert len(fed.clients.y) == 50
-    assert fed.normalization.mean == pytest.approx(x.mean(1).tolist(), rel=1e-9)
-    assert fed.normalization.std == pytest.approx(x.std(1, correction=0).tolist(), rel=1e-6)
