@@ -16,7 +16,7 @@ from torch import Tensor
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
 from unskew.data.readers.image_folders import LOG, is_image_file, path_column, visible_files
-from unskew.data.readers.images import image_bytes, open_image, orientation, turn_upright, upright_size
+from unskew.data.readers.images import image_bytes, open_image, orientation, reduced_mode, turn_upright, upright_size
 from unskew.data.validation import as_tensor
 from unskew.errors import DataError, abbreviate
 from unskew.tasks.base import OUTSIDE
@@ -198,9 +198,12 @@ def decode_mask(data: bytes) -> np.ndarray:
             not its colors that occur, so that all masks with the same palette are decoded alike.
 
     Raises:
-        ValueError: If the mask has several values per pixel, more than 8 bits, or values that are not whole numbers.
+        ValueError: If the mask has several values per pixel, values above 255 or that are not whole numbers, or more than
+            8 bits per channel next to other channels.
     """
     with open_image(io.BytesIO(data)) as image:
+        if mode := reduced_mode(image):
+            raise ValueError(f"it has more than 8 bits per channel, pillow mode {mode}: save it as gray without alpha")
         pixels = np.asarray(image)
         if image.mode == "P":
             colors = np.array(image.getpalette(), np.uint8).reshape(-1, 3)
