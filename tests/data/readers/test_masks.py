@@ -66,6 +66,45 @@ def test_images_without_sites_and_parts_are_split(tmp_path):
     assert source.class_names == ("background", "foreground")
 
 
+@pytest.mark.parametrize(
+    ("folders", "sizes", "warning"),
+    [
+        (("train", "val", "test"), (6, 6), "not read, because neither train nor test: val/images"),
+        (("train", "Validation", "test"), (6, 6), "not read, because neither train nor test: Validation/images"),
+        (("a/train", "a/val", "a/test"), (6, 6), "not read, because neither train nor test: a/val/images"),
+        (("a/train", "a/test", "b", "VAL"), (12, 6), "not read, because neither train nor test: VAL/images"),
+        ((".", "val"), (5, 1), "not read, because neither train nor test: val/images"),
+        (("train", "train/a"), (5, 1), "not read, because neither SITE/images nor SITE/train/images: train/a/images"),
+        (("train", "val/train"), (5, 1), "not read, because neither train nor test: val/train/images"),
+    ],
+)
+def test_other_folders_next_to_train_are_reported(tmp_path, capsys, folders, sizes, warning):
+    for folder in folders:
+        fill(tmp_path / folder)
+    source = source_of(tmp_path)
+    assert (len(source.train), len(source.test)) == sizes
+    assert warning in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [("Train", "Test"), ("training", "testing"), ("test", "val"), ("a/TRAIN", "a/test", "b"), ("Train/a", "Test/a")],
+)
+def test_training_images_in_a_folder_with_another_name_are_rejected(tmp_path, folders):
+    for folder in folders:
+        fill(tmp_path / folder)
+    with pytest.raises(DataError, match=r"has no folder 'train', but .* Rename the folder with the training images"):
+        source_of(tmp_path)
+
+
+@pytest.mark.parametrize("site", [".", "a"])
+def test_training_images_of_a_site_in_two_folders_are_rejected(tmp_path, site):
+    fill(tmp_path / site)
+    fill(tmp_path / site / "train")
+    with pytest.raises(DataError, match=r"both have training images\. Move them, with their masks, into one"):
+        source_of(tmp_path)
+
+
 def test_common_endings_are_reported(tmp_path, capsys):
     fill(tmp_path, 4, ending="_manual1", image_ending="_training")
     assert len(source_of(tmp_path).train) == 3
