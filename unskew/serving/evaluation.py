@@ -119,6 +119,7 @@ def encode_row_labels(rows: InputRows, inputs: InputSpec, path: Path) -> np.ndar
         return masks_of_rows(rows, inputs, path)
     if rows.table is None:  # images are in one folder per class
         folders = [str(name).split("/")[0] if "/" in str(name) else path.absolute().name for name in rows.names]
+        folders = [clean_name(folder) for folder in folders]
         label_names, ys = np.unique(folders, return_inverse=True)
         names, labels = tuple(label_names.tolist()), ys.reshape(-1)
     else:

@@ -1,6 +1,7 @@
 """Folders of images: classes, splits, hidden files and links are the same for training, inference and evaluation."""
 
 import os
+import unicodedata
 
 import numpy as np
 import pytest
@@ -204,3 +205,14 @@ def test_one_folder_and_parts_of_the_data_are_evaluated_by_their_names(tmp_path)
     assert whole["accuracy"] == pytest.approx(np.mean([part["accuracy"] for part in parts]))
     with pytest.raises(DataError, match=r"Evaluate one of its parts, such as .*/set/test"):
         model.evaluate_file(tmp_path / "set")
+
+
+def test_folders_are_evaluated_by_the_clean_form_of_their_names(tmp_path):
+    root = classes(tmp_path / "set", (unicodedata.normalize("NFD", "Orl\u00e9ans"), "Paris"))
+    unskew.run(data=f"folder:{root}", out=tmp_path / "run", **TINY)
+    model = unskew.load_predictor(tmp_path / "run")
+    assert model.class_names == ["Orl\u00e9ans", "Paris"]
+    (metrics,) = model.evaluate_file(root, intervals=False)
+    assert [metrics[f"support/{name}"] for name in model.class_names] == [6, 6]
+    (metrics,) = model.evaluate_file(root / unicodedata.normalize("NFD", "Orl\u00e9ans"), intervals=False)
+    assert [metrics[f"support/{name}"] for name in model.class_names] == [6, 0]

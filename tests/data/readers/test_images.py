@@ -4,6 +4,7 @@ import io
 
 import numpy as np
 import pytest
+from support.deep_png import deep_png
 from support.running import call
 
 import unskew
@@ -138,6 +139,20 @@ def test_more_than_eight_bits_are_an_error(mode):
     data = encoded(Image.fromarray(np.arange(64, dtype=np.uint16).reshape(8, 8) * 1000).convert(mode), "TIFF")
     with pytest.raises(DataError, match=r"Image 0 of x cannot be decoded \(it has more than 8 bits per channel"):
         read(data)
+
+
+@pytest.mark.parametrize("alpha", [False, True])
+def test_gray_png_files_of_sixteen_bits_are_an_error(alpha):
+    gray = np.arange(64).reshape(8, 8, 1) * 60
+    pixels = np.concatenate([gray, np.full_like(gray, 65535)], -1) if alpha else gray
+    with pytest.raises(DataError, match=r"more than 8 bits per channel, pillow mode .*: convert it to 8 bits"):
+        read(deep_png(pixels))
+
+
+def test_colors_of_sixteen_bits_are_reduced_to_the_upper_eight():
+    colors = np.random.default_rng(0).integers(0, 65536, (8, 8, 3))
+    opaque = np.concatenate([colors, np.full((8, 8, 1), 65535)], -1)
+    assert np.array_equal(read(deep_png(colors), deep_png(opaque)), np.stack([colors // 256] * 2))
 
 
 def test_images_of_one_color_are_counted_and_the_first_is_named(capsys):

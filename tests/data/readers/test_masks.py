@@ -1,11 +1,13 @@
 """Folders, tables and arrays of masks: pairs, gray values, sizes and errors."""
 
 import io
+import struct
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
+from support.deep_png import deep_png
 
 import unskew
 from unskew.config.loader import experiment
@@ -62,6 +64,45 @@ def test_images_without_sites_and_parts_are_split(tmp_path):
     assert (len(source.train), len(source.test)) == (8, 2)
     assert "site" not in source.train.columns
     assert source.class_names == ("background", "foreground")
+
+
+@pytest.mark.parametrize(
+    ("folders", "sizes", "warning"),
+    [
+        (("train", "val", "test"), (6, 6), "not read, because neither train nor test: val/images"),
+        (("train", "Validation", "test"), (6, 6), "not read, because neither train nor test: Validation/images"),
+        (("a/train", "a/val", "a/test"), (6, 6), "not read, because neither train nor test: a/val/images"),
+        (("a/train", "a/test", "b", "VAL"), (12, 6), "not read, because neither train nor test: VAL/images"),
+        ((".", "val"), (5, 1), "not read, because neither train nor test: val/images"),
+        (("train", "train/a"), (5, 1), "not read, because neither SITE/images nor SITE/train/images: train/a/images"),
+        (("train", "val/train"), (5, 1), "not read, because neither train nor test: val/train/images"),
+    ],
+)
+def test_other_folders_next_to_train_are_reported(tmp_path, capsys, folders, sizes, warning):
+    for folder in folders:
+        fill(tmp_path / folder)
+    source = source_of(tmp_path)
+    assert (len(source.train), len(source.test)) == sizes
+    assert warning in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "folders",
+    [("Train", "Test"), ("training", "testing"), ("test", "val"), ("a/TRAIN", "a/test", "b"), ("Train/a", "Test/a")],
+)
+def test_training_images_in_a_folder_with_another_name_are_rejected(tmp_path, folders):
+    for folder in folders:
+        fill(tmp_path / folder)
+    with pytest.raises(DataError, match=r"has no folder 'train', but .* Rename the folder with the training images"):
+        source_of(tmp_path)
+
+
+@pytest.mark.parametrize("site", [".", "a"])
+def test_training_images_of_a_site_in_two_folders_are_rejected(tmp_path, site):
+    fill(tmp_path / site)
+    fill(tmp_path / site / "train")
+    with pytest.raises(DataError, match=r"both have training images\. Move them, with their masks, into one"):
+        source_of(tmp_path)
 
 
 def test_common_endings_are_reported(tmp_path, capsys):
@@ -123,6 +164,33 @@ def test_encodings_of_masks():
         decode_mask(encoded(Image.fromarray(np.stack([levels, levels, 1 + levels], -1))))
     with pytest.raises(ValueError, match="more than 8 bits"):
         decode_mask(encoded(Image.fromarray(levels.astype(np.uint16) * 999)))
+
+
+def test_masks_of_sixteen_bits_are_read_exactly_or_rejected():
+    levels = np.array([[0, 1], [2, 255]])[..., None]
+    assert decode_mask(deep_png(levels)).tolist() == levels[..., 0].tolist()
+    opaque = np.full_like(levels, 65535)
+    portable = b"P6 2 2 65535\n" + np.repeat(levels, 3, -1).astype(">u2").tobytes()
+    for data in (
+        deep_png(np.concatenate([levels, opaque], -1)),
+        deep_png(np.repeat(levels, 3, -1)),
+        deep_png(np.concatenate([levels, levels, levels, opaque], -1)),
+        deep_tiff(np.repeat(levels, 3, -1)),
+        portable,
+    ):
+        with pytest.raises(ValueError, match=r"more than 8 bits per channel.*: save it as gray without alpha"):
+            decode_mask(data)
+    assert decode_mask(b"P6 2 2 255\n" + np.repeat(levels, 3, -1).astype("u1").tobytes()).tolist() == [[0, 1], [2, 255]]
+
+
+def deep_tiff(pixels):
+    """Encode pixels ``[H, W, 3]`` from 0 to 65535 as a TIFF file with 16 bits per channel."""
+    height, width, channels = pixels.shape
+    entries = [(256, 3, 1, width), (257, 3, 1, height), (258, 3, 3, 122), (259, 3, 1, 1), (262, 3, 1, 2)]
+    entries += [(273, 4, 1, 128), (277, 3, 1, channels), (278, 3, 1, height), (279, 4, 1, 2 * pixels.size)]
+    tags = b"".join(struct.pack("<HHII", *entry) for entry in entries)
+    head = struct.pack("<2sHIH", b"II", 42, 8, len(entries)) + tags + struct.pack("<I", 0)
+    return head.ljust(122, b"\0") + struct.pack("<3H", 16, 16, 16) + pixels.astype("<u2").tobytes()
 
 
 def test_the_palette_decides_whether_colors_are_gray_values():

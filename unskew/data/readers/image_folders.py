@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +60,7 @@ def class_folders(path: Path) -> list[list[Path]]:
         raise DataError(f"{path} is a file, but folder: requires a folder with one folder of images per class.")
     names = [folder.name for folder in visible_folders(path)]
     splits = [path / name for name in ("train", "test") if name in names]
-    if "train" not in names and (splits or (names and all(name.lower() in SPLITS for name in names))):
-        raise DataError(
-            f"{path} has no folder 'train', but {', '.join(names)}. Rename the folder with the training images to train, "
-            "and the one with the test images to test."
-        )
+    check_split_names(path, names)
     for folder in splits or [path]:
         classes = [own.name for own in visible_folders(folder)]
         if len(classes) < 2:
@@ -75,6 +71,23 @@ def class_folders(path: Path) -> list[list[Path]]:
         if loose is not None:
             raise DataError(f"The image {loose} is in no folder of a class. Move it into one.")
     return [visible_folders(folder) for folder in splits or [path]]
+
+
+def check_split_names(path: Path, names: Sequence[str]) -> None:
+    """Validate that one of the folders of a data set's parts is called ``train``.
+
+    Args:
+        path: Folder of the data set, for the error.
+        names: Names of all folders in it.
+
+    Raises:
+        DataError: If none is, but one is called ``test``, or all have names of parts.
+    """
+    if "train" not in names and ("test" in names or (names and all(name.lower() in SPLITS for name in names))):
+        raise DataError(
+            f"{path} has no folder 'train', but {', '.join(names)}. Rename the folder with the training images to train, "
+            "and the one with the test images to test."
+        )
 
 
 def visible_folders(path: Path) -> list[Path]:

@@ -47,8 +47,8 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
         size: Side length to which each image is resized; None requires that all images have the same size.
 
     Raises:
-        DataError: If an image is missing, corrupted, has more than 8 bits per channel, or (without ``size``) differs in
-            size from the first.
+        DataError: If an image is missing, corrupted, gray with more than 8 bits per channel, or (without ``size``) differs
+            in size from the first.
     """
     simplejpeg = optional_simplejpeg()
     out = np.empty((0, 0, 0, 0), np.uint8)
@@ -89,7 +89,7 @@ def decode_column(column: Any, who: str, folder: Path | None = None, size: int |
 
 
 def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray, bool]:
-    """Decode one image as a viewer shows it: upright, with transparent pixels on white.
+    """Decode one image as a viewer shows it: upright, with 8 bits per color, and transparent pixels on white.
 
     Args:
         data: Content of an image file.
@@ -99,6 +99,9 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray
     Returns:
         The image, ``[H, W, C]``, with three channels if it is in color or ``color`` is true, otherwise one; and whether
         the file has more frames or pages, which are ignored.
+
+    Raises:
+        ValueError: If the image is gray with more than 8 bits per channel.
     """
     if simplejpeg is not None and data[:2] == JPEG:
         try:
@@ -113,8 +116,9 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray
         except ValueError:
             pass  # pillow reads more variants and describes errors in the others
     with open_image(io.BytesIO(data)) as image:
-        if image.mode.startswith(("I", "F")):
-            raise ValueError(f"it has more than 8 bits per channel, pillow mode {image.mode}: convert it to 8 bits")
+        mode = reduced_mode(image) or image.mode
+        if mode.startswith(("I", "F", "LA;16")):
+            raise ValueError(f"it has more than 8 bits per channel, pillow mode {mode}: convert it to 8 bits")
         has_frames = image.format != "MPO" and getattr(image, "is_animated", False)
         gray = image.mode in ("1", "L", "LA") and not color
         visible = image
@@ -125,6 +129,18 @@ def decode(data: bytes, color: bool, simplejpeg: Any | None) -> tuple[np.ndarray
             visible.alpha_composite(transparent)
         pixels = np.asarray(visible.convert("L" if gray else "RGB"))
         return turn_upright(pixels[..., None] if gray else pixels, orientation(image)), has_frames
+
+
+def reduced_mode(image: Any) -> str:
+    """Return the mode of an image that pillow has opened if it will reduce more than 8 bits per channel to 8; else empty."""
+    if image.mode.startswith(("I", "F")):
+        return ""
+    args = image.tile[0][3] if image.tile else ""
+    if image.format == "PNG":  # gray with alpha is opened as color with alpha, so its mode is not that of the file
+        return str(args) if str(args).endswith(";16B") else ""
+    bits = max(image.tag_v2.get(258, (1,))) if image.format == "TIFF" else 8  # the tag BitsPerSample
+    highest = args[1] if image.format == "PPM" and isinstance(args, tuple) else 255
+    return image.mode if bits > 8 or highest > 255 else ""
 
 
 def orientation(image: Any) -> int:

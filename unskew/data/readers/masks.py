@@ -15,8 +15,16 @@ from torch import Tensor
 
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import check_expansion
-from unskew.data.readers.image_folders import LOG, is_image_file, path_column, visible_files
-from unskew.data.readers.images import image_bytes, open_image, orientation, turn_upright, upright_size
+from unskew.data.readers.image_folders import (
+    LOG,
+    SPLITS,
+    check_split_names,
+    is_hidden,
+    is_image_file,
+    path_column,
+    visible_files,
+)
+from unskew.data.readers.images import image_bytes, open_image, orientation, reduced_mode, turn_upright, upright_size
 from unskew.data.validation import as_tensor
 from unskew.errors import DataError, abbreviate
 from unskew.tasks.base import OUTSIDE
@@ -39,28 +47,59 @@ def image_mask_folders(path: Path) -> dict[tuple[str, str], tuple[list[Path], li
         Files by site, empty without one, and part, ``train`` or ``test``.
 
     Raises:
-        DataError: If the folder has no images, or a folder ``images`` has no folder ``masks`` next to it.
+        DataError: If the folder has no images, a folder ``images`` has no folder ``masks`` next to it, a site has training
+            images in two folders, or the folder of the training images has another name than ``train``.
     """
     pairs: dict[tuple[str, str], tuple[list[Path], list[Path]]] = {}
-    unread = []
-    for images in sorted(folder for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{IMAGES}")):
+    unread: dict[str, list[str]] = defaultdict(list)
+    found = sorted(folder for depth in ("", "*/", "*/*/") for folder in path.glob(f"{depth}{IMAGES}"))
+    check_parts(path, found)
+    for images in found:
         sites = [*images.parent.relative_to(path).parts]
         part = sites.pop() if sites and sites[-1] in PARTS else "train"
-        if len(sites) > 1 or any(name.startswith(".") or name in PARTS for name in sites):
-            unread.append(str(images.relative_to(path)))
+        if len(sites) > 1 or any(is_hidden(name) or name.lower() in SPLITS for name in sites):
+            other = sites[-1].lower() in SPLITS and sites[-1] not in PARTS
+            reason = "neither train nor test" if other else f"neither SITE/{IMAGES} nor SITE/train/{IMAGES}"
+            unread[reason].append(str(images.relative_to(path)))
             continue
         folders = (images, images.with_name(MASKS))
         if not folders[1].is_dir():
             raise DataError(f"{images.parent} has a folder {IMAGES}, but no folder {MASKS}. Expected {LAYOUT}.")
         first, second = ([file for file in visible_files(folder) if is_image_file(file)] for folder in folders)
-        pairs["".join(sites), part] = first, second
-    if unread:
-        LOG.warning(
-            "%s: not read, because neither SITE/%s nor SITE/train/%s: %s", path, IMAGES, IMAGES, abbreviate(unread)
-        )
+        site = "".join(sites)
+        if (site, part) in pairs:
+            raise DataError(
+                f"{path / site / IMAGES} and {images} both have training images. Move them, with their masks, into one of "
+                "these folders."
+            )
+        pairs[site, part] = first, second
+    for reason, names in unread.items():
+        LOG.warning("%s: not read, because %s: %s", path, reason, abbreviate(names))
     if not any(files[0] for files in pairs.values()):
         raise DataError(f"{path} has no images. Expected {LAYOUT}.")
     return pairs
+
+
+def check_parts(path: Path, found: Sequence[Path]) -> None:
+    """Validate that folders such as ``Train`` and ``val`` are next to training images.
+
+    Args:
+        path: Folder of the data set.
+        found: Its folders ``images``.
+
+    Raises:
+        DataError: If they are not.
+    """
+    names: dict[Path, dict[str, None]] = defaultdict(dict)
+    for images in found:
+        for folder in (images.parent, *images.parent.parents):
+            if folder == path:
+                break
+            names[folder.parent][folder.name] = None
+    for parent, parts in names.items():
+        alone = parent / IMAGES not in found and all(name.lower() in SPLITS for name in parts)
+        if alone and not {*parts} <= {*PARTS}:
+            check_split_names(parent, [*parts])
 
 
 def has_masks(path: Path) -> bool:
@@ -198,9 +237,12 @@ def decode_mask(data: bytes) -> np.ndarray:
             not its colors that occur, so that all masks with the same palette are decoded alike.
 
     Raises:
-        ValueError: If the mask has several values per pixel, more than 8 bits, or values that are not whole numbers.
+        ValueError: If the mask has several values per pixel, values above 255 or that are not whole numbers, or more than
+            8 bits per channel next to other channels.
     """
     with open_image(io.BytesIO(data)) as image:
+        if mode := reduced_mode(image):
+            raise ValueError(f"it has more than 8 bits per channel, pillow mode {mode}: save it as gray without alpha")
         pixels = np.asarray(image)
         if image.mode == "P":
             colors = np.array(image.getpalette(), np.uint8).reshape(-1, 3)
