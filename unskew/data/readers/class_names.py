@@ -141,7 +141,12 @@ def check_same_class_names(schemas: Sequence[Any], files: Sequence[Path]) -> Non
 
 
 def has_numbers(table: Any, column: str) -> bool:
-    """Return whether a column contains numbers, or lists of numbers."""
+    """Return whether a column contains numbers, or lists of numbers.
+
+    Args:
+        table: Table of a file.
+        column: Name of the column.
+    """
     kind = table.schema.field(column).type
     while is_list_type(kind):
         kind = kind.value_type
