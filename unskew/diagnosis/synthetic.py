@@ -11,7 +11,7 @@ import torch
 from unskew.data.federation import Federation, concatenate_inputs, take_rows
 from unskew.data.frames import check_same_index
 from unskew.data.readers.arrow_io import read_tables
-from unskew.data.readers.files import concatenate_tables
+from unskew.data.readers.files import concatenate_parts
 from unskew.data.readers.images import decode_column
 from unskew.data.validation import as_targets, normalize_inputs_layout, to_model_layout
 from unskew.errors import DataError, short_repr
@@ -97,7 +97,7 @@ def read_images(path: Path) -> Pair:
     files = image_files(path)
     if not files:
         raise DataError(f"{path} contains no synthetic images: no parquet file, and no folder 'synthetic' with one.")
-    table = concatenate_tables(read_tables(files), files)
+    table, _ = concatenate_parts(read_tables(files), files, len(files))
     for column in ("image", "label"):
         if column not in table.column_names:
             raise DataError(f"{files[0]} has no column {column!r}. Its columns are: {', '.join(table.column_names)}.")

@@ -8,8 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from unskew.data.readers.class_names import metadata_class_names
 from unskew.data.readers.image_folders import SPLITS
-from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets
+from unskew.data.readers.labels import read_labels, read_targets
 from unskew.data.readers.masks import classes_of_masks, decode_masks, resize_masks
 from unskew.data.readers.names import clean_name
 from unskew.errors import ConfigError, DataError, unknown_name

@@ -24,11 +24,12 @@ from unskew.config.inference.survival_fields import set_survival_labels, surviva
 from unskew.data.csv_format import csv_spec
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.class_names import names_in_metadata
 from unskew.data.readers.column_roles import FILE, is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
 from unskew.data.readers.image_folders import IMAGES
 from unskew.data.readers.images import image_bytes, is_image
-from unskew.data.readers.labels import is_list_type, metadata_class_names
+from unskew.data.readers.labels import is_list_type
 from unskew.errors import LONGEST_LIST, ConfigError, DataError, unknown_name
 from unskew.expressions import parse_names, quote, unquote
 
@@ -76,7 +77,8 @@ def set_table_fields(
     images.sort(key=lambda c: (c != image, bool(re.search(MASK, c, re.I))))  # masks are inputs only if nothing else is
     nested = {c for c in columns if c in images or is_list_type(table.column(c).type)}
     distinct = {c: n if c in images else _distinct(table.column(c)) for c in columns}
-    named = [c for c in columns if metadata_class_names(table, c)]
+    in_metadata = names_in_metadata(table.schema)
+    named = [c for c in columns if c in in_metadata]
     files = FILE if path.is_dir() and FILE in columns else None  # the column with the names of the files
     never = {*nested, clients, files}
     complete = [c for c in columns if not table.column(c).null_count and c not in never]

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from unskew.data.csv_format import DETECTED, CsvSpec
-from unskew.data.readers.arrow import pa
+from unskew.data.readers.arrow import pa, parquet
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import NO_USES, ColumnUses
+from unskew.data.readers.class_names import check_same_class_names, with_common_class_names
 from unskew.data.readers.column_roles import FILE
 from unskew.data.readers.hub import UNREACHABLE, hub_or_cache
 from unskew.data.readers.image_folders import LOG, SPLITS, is_hidden, visible_files
@@ -89,12 +90,15 @@ def local_tables(kind: str, hub: HubDataset, path: Path) -> tuple[Any, Any | Non
         hub: The data set on the Hub.
         path: Folder of the files.
     """
-    files = {split: [glob.escape(str(f)) for f in some] for split, some in local_files(kind, hub, path).items()}
+    paths = local_files(kind, hub, path)
+    files = {split: [glob.escape(str(file)) for file in some] for split, some in paths.items()}
     with quiet_datasets() as datasets:
         try:
             loaded = datasets.load_dataset("parquet", data_files=files)
         except Exception as error:  # corrupted files raise several types
             raise DataError(f"The files {files} cannot be read: {error.__cause__ or error}") from error
+    every = [file for some in paths.values() for file in some]
+    check_same_class_names([parquet.read_schema(file) for file in every], every)  # datasets keeps only the first ones
     return loaded["train"].data.table, loaded["test"].data.table if "test" in loaded else None
 
 
@@ -157,11 +161,11 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
     if unread := unread_tables(path, [*train, *test]):
         LOG.warning("%s: not read, because neither train nor test: %s", path, abbreviate(unread))
     tables = read_tables([*train, *test], csv, uses, len(train))
-    rows = concatenate_tables(tables[: len(train)], train)
+    rows, test_rows = concatenate_parts(tables, [*train, *test], len(train))
     if len(train) > 1 and FILE not in rows.column_names:
         names = [file.stem for file, table in zip(train, tables, strict=False) for _ in range(table.num_rows)]
         rows = rows.append_column(FILE, pa.array(names, pa.string()))
-    return rows, concatenate_tables(tables[len(train) :], test) if test else None
+    return rows, test_rows
 
 
 def table_files(path: Path) -> tuple[list[Path], list[Path]]:
@@ -199,7 +203,23 @@ def unread_tables(path: Path, read: list[Path]) -> list[str]:
     return [file.name for file in others if path.is_dir() or file.stem.lower() in parts]
 
 
-def concatenate_tables(tables: list[Any], files: list[Path]) -> Any:
+def concatenate_parts(tables: Sequence[Any], files: Sequence[Path], training: int) -> tuple[Any, Any | None]:
+    """Concatenate the rows of the training files and those of the test files, with the same classes.
+
+    Args:
+        tables: Table of each file.
+        files: Paths of the files, for errors.
+        training: Number of training files, which come first.
+
+    Returns:
+        Training rows, and test rows or None.
+    """
+    tables = with_common_class_names(tables, files)
+    train = concatenate_tables(tables[:training], files[:training])
+    return train, concatenate_tables(tables[training:], files[training:]) if tables[training:] else None
+
+
+def concatenate_tables(tables: Sequence[Any], files: Sequence[Path]) -> Any:
     """Concatenate the rows of several files.
 
     Args:

@@ -15,7 +15,6 @@ from unskew.data.readers.column_roles import is_numeric, is_string
 from unskew.data.readers.images import is_binary
 from unskew.data.readers.names import clean_names
 from unskew.errors import ConfigError, DataError
-from unskew.filesystem import parse_json
 from unskew.tasks.base import Task
 from unskew.tasks.survival_columns import FEWEST_TIMES, is_event_name, is_time_name
 
@@ -155,28 +154,6 @@ def is_time_column(column: Any, name: str) -> bool:
 def is_list_type(kind: Any) -> bool:
     """Return whether a pyarrow type is a list."""
     return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
-
-
-def metadata_class_names(table: Any, label: str) -> tuple[str, ...]:
-    """Return the class names of a label column from the Hub's metadata; empty if there are none.
-
-    Args:
-        table: Rows of the data.
-        label: Name of the label column.
-    """
-    metadata = (table.schema.metadata or {}).get(b"huggingface")
-    if metadata is None:
-        return ()
-    try:
-        feature: Any = parse_json(metadata)
-    except ValueError as error:
-        raise DataError(f"The metadata 'huggingface' of the table is corrupted: {error}.") from error
-    for name in ("info", "features", label):
-        feature = feature.get(name) if isinstance(feature, dict) else None
-    if isinstance(feature, dict) and isinstance(feature.get("feature"), dict):
-        feature = feature["feature"]
-    names = feature.get("names") if isinstance(feature, dict) else None
-    return tuple(names) if isinstance(names, list) and all(isinstance(name, str) for name in names) else ()
 
 
 def label_values(column: Any, label: str, where: str) -> np.ndarray:

@@ -17,6 +17,7 @@ from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.cell_types import CODES, why_text
+from unskew.data.readers.class_names import metadata_class_names
 from unskew.data.readers.column_roles import (
     CATEGORY,
     DATE,
@@ -29,7 +30,7 @@ from unskew.data.readers.column_roles import (
 )
 from unskew.data.readers.encoders import Encoder, distinct_values, exact_columns, read_columns
 from unskew.data.readers.images import convert_channels, decode_column, is_binary, resize_images
-from unskew.data.readers.labels import metadata_class_names, read_labels, read_targets, warn_of_ignored_times
+from unskew.data.readers.labels import read_labels, read_targets, warn_of_ignored_times
 from unskew.data.readers.masks import classes_of_masks, decode_masks, mask_columns, resize_masks
 from unskew.data.spec import Split
 from unskew.data.splits import check_no_shared_groups, test_row_mask

@@ -19,17 +19,18 @@ from unskew.data.readers.answers import cut_answered, encode_answers, read_chats
 from unskew.data.readers.arrow import pa
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import ColumnUses
+from unskew.data.readers.class_names import metadata_class_names
 from unskew.data.readers.column_roles import is_string
 from unskew.data.readers.files import (
     HubDataset,
     absolute_path,
-    concatenate_tables,
+    concatenate_parts,
     file_tables,
     files_stamp,
     hub_tables,
     local_files,
 )
-from unskew.data.readers.labels import metadata_class_names, read_labels
+from unskew.data.readers.labels import read_labels
 from unskew.data.readers.tables import SampleTable, Source, metadata_columns, train_test_tables
 from unskew.data.readers.tokenization import Text, Tokenizer, make_tokenizer
 from unskew.data.sentences import sentences
@@ -228,9 +229,9 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) ->
         if path is None:
             train, test = hub_tables(MULTI_NLI)
         else:
-            train, test = (
-                concatenate_tables(read_tables(files), files) for files in local_files(kind, MULTI_NLI, path).values()
-            )
+            files = local_files(kind, MULTI_NLI, path)
+            every = [*files["train"], *files["test"]]
+            train, test = concatenate_parts(read_tables(every), every, len(files["train"]))
         return {"the training rows": train, "the test rows": test}, kind
     assert path is not None
     train, test = file_tables(path, csv, uses)
