@@ -63,6 +63,7 @@ class CachedLoader(Generic[P, T]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
         """Return the result, computed or cached."""
+        # The annotation of lru_cache has no ParamSpec: its arguments are any hashable values.
         result, texts, files = self._cached(*args, **kwargs)  # type: ignore[arg-type]
         if any(file_version(file) != version for file, version in files.items()):
             self.cache_clear()  # lru_cache cannot remove a single result

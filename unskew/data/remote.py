@@ -72,8 +72,8 @@ def fetch(url: str) -> Path:
         if list(files) == [stripped] and Path(local).stem == "train":
             # A test.csv next to train.csv belongs to the same data set.
             query = stripped.removeprefix(local)
-            beside = f"{local.rpartition('/')[0]}/test{Path(local).suffix}{query}"
-            files |= system.find(beside, detail=True) if system.exists(beside) else {}
+            neighbor = f"{local.rpartition('/')[0]}/test{Path(local).suffix}{query}"
+            files |= system.find(neighbor, detail=True) if system.exists(neighbor) else {}
         if not files:
             raise DataError(f"There is no file or folder at {url}.")
         return _kept(url, system, stripped, files)

@@ -54,7 +54,7 @@ class FedExP(ClientRule, ServerRule):
     def conflict_with(self, method: Method) -> str | None:
         """Reject lossy codes: clients measure the norms of their updates, and the server the norm of the decoded mean."""
         codecs = (rule for rule in method.client if rule.encodes and rule.stage == "compress")
-        codec = next((rule.name for rule in codecs if not rule.only_rounds), None)
+        codec = next((rule.name for rule in codecs if not rule.preserves_norms), None)
         if codec is None:
             return None
         return (

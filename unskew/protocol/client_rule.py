@@ -76,11 +76,12 @@ class ClientRule(WithServerHalf):
     sends_model: ClassVar[bool] = True
     """True if clients send the model back; if not, they send only the rule's upload and the normalization buffers."""
 
-    only_rounds: ClassVar[bool] = False
-    """True if ``decode`` returns what ``encode`` received up to rounding, so that norms hardly change."""
     sends_model_changes: ClassVar[bool] = True
     """False if ``transform_update`` returns something else than a client's model minus the received one, such as a momentum;
     the rule then conflicts with rules that compute models from updates or compare updates with models."""
+
+    preserves_norms: ClassVar[bool] = False
+    """True for a rule that encodes updates if decoding returns them up to rounding, so that their norms hardly change."""
 
     has_personal_model: ClassVar[bool] = False
     """True if ``end`` writes the client's personal model to ``ctx.state[PERSONAL]``; clients that never took part, and

@@ -332,7 +332,7 @@ class Int8(FeedbackCompressor):
     """
 
     name: ClassVar[str] = "int8"
-    only_rounds: ClassVar[bool] = True
+    preserves_norms: ClassVar[bool] = True
     summary: ClassVar[str] = "rounds the update to 8-bit integers"
     paper: ClassVar[str] = "Dettmers 2016, arXiv:1511.04561"
 
@@ -350,7 +350,7 @@ class FP16(FeedbackCompressor):
     """Half precision."""
 
     name: ClassVar[str] = "fp16"
-    only_rounds: ClassVar[bool] = True
+    preserves_norms: ClassVar[bool] = True
     summary: ClassVar[str] = "rounds the update to half precision"
     paper: ClassVar[str] = "Micikevicius et al. 2017, arXiv:1710.03740"
 

@@ -59,7 +59,7 @@ class RobustRule(AggregateRule):
         return ("individual",)
 
     def server_init(self, v: Tensor, federation_info: FederationInfo) -> Tensors:
-        """Return a counter of rounds with too few updates."""
+        """Return the number of rounds with too few updates, 0."""
         return {WEAKENED: torch.zeros((), dtype=torch.int64, device=v.device)}
 
     def suspected(self, clients: int) -> int:
