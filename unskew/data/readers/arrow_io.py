@@ -11,8 +11,9 @@ from typing import Any
 
 from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
-from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns, without_missing
+from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
+from unskew.data.readers.missing_values import without_missing
 from unskew.data.readers.names import clean_name
 from unskew.errors import DataError
 from unskew.filesystem import check_regular

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -17,24 +16,14 @@ from typing import Any, Literal, NamedTuple
 
 from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.arrow import cast, pa, pc
+from unskew.data.readers.missing_values import NOT_AVAILABLE, PLACEHOLDERS, is_number, without_missing
 from unskew.data.readers.text_dates import as_dates, date_format, date_formats
 from unskew.errors import DataError
 
 LOG = logging.getLogger("unskew")
 CellKind = Literal["number", "truth", "date", "text"]
-NOT_AVAILABLE = frozenset(
-    ["#N/A", "#N/A N/A", "#NA", "-1.#IND", "-1.#QNAN", "-NaN", "-nan", "1.#IND", "1.#QNAN"]
-    + ["N/A", "NA", "NULL", "NaN", "n/a", "nan", "null"]
-)
-"""Usual texts for a missing value, as pandas and R write them."""
-PLACEHOLDERS = NOT_AVAILABLE.union(
-    [*"?.-*–—", "--", "...", "#DIV/0!", "#VALUE!", "#REF!", "(null)", "\\N", "NONE", "None", "none"],
-    ["n.a.", "N.A.", "na", "n.d.", "unknown", "Unknown", "UNKNOWN", "missing", "Missing"],
-)
-"""Texts that mean a missing value in a column whose other cells are numbers, truth values or dates."""
 TRUTH = {text: value for value in (True, False) for text in (str(value), str(value).lower(), str(value).upper())}
 TRUTH |= {"1": True, "0": False}
-SENTINELS = tuple(float(f"{sign}{nines}") for nines in ("99", "999", "9999", "99999") for sign in ("-", ""))
 CODE = r"^\+?\d+$"
 CODE_WITH_E = r"^\d+[eE]\d+$"
 WHOLE = r"^[+-]?\d+(\.0*)?$"
@@ -279,28 +268,6 @@ def as_numbers(cells: ColumnCells, codes_are_numbers: bool) -> Any | None:
     return without_missing(numbers, cells.name, cells.path, cells.dialect.missing)
 
 
-def without_missing(column: Any, name: str, path: Path, missing: Sequence[str] | None) -> Any:
-    """Return a column of numbers or text without the values that mean a missing one; report numbers that may mean one.
-
-    Args:
-        column: Values of the column; other types are returned unchanged.
-        name: Name of the column.
-        path: Path of the first file, for messages.
-        missing: Texts that mean a missing value, also as numbers; None if they are not known.
-    """
-    kind = column.type
-    if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        listed = [float(text) for text in missing or () if is_number(text)]
-        numbers = column.cast(pa.float64(), safe=False)
-        if listed:  # in any notation
-            return pc.if_else(pc.is_in(numbers, pa.array(listed, pa.float64())), None, column)
-        if column.null_count < len(column):
-            report_sentinels(numbers, name, path)
-    elif missing and (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        return pc.if_else(pc.is_in(pc.utf8_trim_whitespace(column), pa.array(missing, kind)), None, column)
-    return column
-
-
 def has_codes(cells: ColumnCells, numbers: Any, digits: bool) -> bool:
     """Return whether cells are codes: 007, 12E5 and, if they are names, versions such as 1.10 next to 1.1.
 
@@ -320,27 +287,6 @@ def has_codes(cells: ColumnCells, numbers: Any, digits: bool) -> bool:
     if (integers and pc.max(pc.abs(numbers)).as_py() < 2.0**53) or (cells.is_label and not integers):
         return False
     return len(numbers.unique()) < len(texts.unique())
-
-
-def report_sentinels(numbers: Any, name: str, path: Path) -> None:
-    """Log numbers such as -999 that repeat far from all others and may mean a missing value.
-
-    Args:
-        numbers: Values of the column.
-        name: Name of the column.
-        path: Path of the first file.
-    """
-    extremes = pc.min_max(numbers).as_py()
-    for value in {*extremes.values()}.intersection(SENTINELS):
-        others = pc.min_max(pc.filter(numbers, pc.not_equal(numbers, value))).as_py()
-        times = pc.sum(pc.equal(numbers, value)).as_py()
-        if times > 1 and others["min"] is not None:
-            gap = min(abs(value - others["min"]), abs(value - others["max"]))
-            if gap > 2 * (others["max"] - others["min"]):
-                LOG.info(
-                    "%s: %g in %d of %d rows of the column %s may mean a missing value; if so, set csv.missing to it",
-                    path.name, value, times, len(numbers), name,
-                )  # fmt: skip
 
 
 def as_truth(trimmed: Any) -> Any | None:
@@ -392,14 +338,6 @@ def kind_of_names(names: Collection[str]) -> CellKind:
     if names and all(re.fullmatch(r"-?(0|[1-9]\d*)", name) and abs(int(name)) < 2**63 for name in names):
         return "number"
     return "truth" if names and {name.lower() for name in names} <= {"false", "true"} else "text"
-
-
-def is_number(text: str) -> bool:
-    """Return whether a text with a decimal point is a number; underscores are not allowed."""
-    try:
-        return text.isascii() and "_" not in text and not math.isnan(float(text))
-    except ValueError:
-        return False
 
 
 def may_be_number(text: str) -> bool:

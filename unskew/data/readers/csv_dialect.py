@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unskew.data.csv_format import MARKS, CsvSpec
-from unskew.data.readers.cell_types import COMMA_NUMBER, PLACEHOLDERS, POINT_NUMBER, THOUSANDS
+from unskew.data.readers.cell_types import COMMA_NUMBER, POINT_NUMBER, THOUSANDS
+from unskew.data.readers.missing_values import PLACEHOLDERS
 from unskew.errors import DataError, short_repr
 
 LOG = logging.getLogger("unskew")

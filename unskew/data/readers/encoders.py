@@ -13,8 +13,9 @@ from torch import Tensor
 from unskew.data.column_statistics import ColumnTotals
 from unskew.data.normalization import Normalization
 from unskew.data.readers.arrow import cast, pa, pc
-from unskew.data.readers.cell_types import PLACEHOLDERS, TRUTH, may_be_number
+from unskew.data.readers.cell_types import TRUTH, may_be_number
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
+from unskew.data.readers.missing_values import PLACEHOLDERS
 from unskew.data.readers.names import with_clean_names
 from unskew.data.validation import OFFSET_RATIO
 from unskew.errors import DataError
