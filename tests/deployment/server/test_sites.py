@@ -137,6 +137,30 @@ def test_nonsense_is_refused_named_and_counted(spoilt, reason, tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("liars", "least", "on_timeout", "updates"),
+    [
+        ({2}, 3, "abort", None),  # the third of three required updates
+        ({2}, 3, "wait", None),  # no further reply will come
+        ({2}, 3, "continue", [2, 2, 2]),
+        ({2}, 2, "abort", [2, 2, 2]),
+        ({0, 1, 2}, 1, "wait", None),  # the run would end with its initial model
+    ],
+)
+def test_a_round_has_as_many_valid_updates_as_it_requires(liars, least, on_timeout, updates, tmp_path):
+    place = LoopPlace(tmp_path, {**TINY, "rounds": 3})
+    place.link.spoil = lambda client, asked, answer: (
+        replace(answer, arrays={}) if trained(asked) and client in liars else answer
+    )
+    policy = with_patience(round_timeout=5.0, min_updates=least, on_timeout=on_timeout)
+    if updates is None:
+        with pytest.raises(EngineError, match=f"of at least {least} updates remain, and the run stops"):
+            deployed(tmp_path, place, policy, rounds=3)
+    else:
+        result, _ = deployed(tmp_path, place, policy, rounds=3)
+        assert [row["updates"] for row in result.history] == updates
+
+
+@pytest.mark.parametrize(
     ("said", "reason"),
     [
         ({"clock": "noon"}, "clock is 'noon' instead of a number"),

@@ -37,6 +37,7 @@ class AsyncFlowerEngine(FlowerEngine):
             request = encode_broadcast(broadcast, self.wire_context, "train", self._budget(broadcast.client))
             self.pending.add(broadcast.client, request, str(broadcast.round + 1))
         wait, done = RoundWait(sites, self.pending.round, patience.min_updates, patience.round_timeout), 0
+        asked, refused = len(self.pending.requests), sites.counts["refused"]
         while self.pending.requests:
             for client in self.pending.requests.keys() & sites.barred:
                 self.pending.drop(client)
@@ -56,4 +57,5 @@ class AsyncFlowerEngine(FlowerEngine):
                     done += 1
                     yield update
             if done >= patience.min_updates or wait.is_over(self.pending.requests, done, bool(answers)):
-                return
+                break
+        self._check_enough(self.pending.round, done, asked, refused)

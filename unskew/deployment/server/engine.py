@@ -132,6 +132,7 @@ class FlowerEngine:
             for k, broadcast in by_client.items()
         }
         round = str(broadcasts[0].round + 1) if broadcasts else ""
+        refused = self.sites.counts["refused"]
         arrived = ArrivedUpdates(self.setup.device, self.folder)
         norms = {}
         for client, update in round_requests.ask_sites(
@@ -140,6 +141,7 @@ class FlowerEngine:
             norms[client] = tensor_norms(update)
             arrived.put(update)
         too_large = self.too_large(norms, norms, broadcasts)
+        self._check_enough(round, len(norms) - len(too_large), len(broadcasts), refused)
         for broadcast in broadcasts:  # aggregated in broadcast order, regardless of the order of arrival
             update = arrived.take(broadcast.client) if broadcast.client in arrived else None
             if update is None or broadcast.client in too_large:
@@ -170,6 +172,30 @@ class FlowerEngine:
                     f"{exceeded[client]:.3g} ({FACTOR:g} times the median of the other sites, or the norm of the model)",
                 )
         return outliers
+
+    def _check_enough(self, round: str, accepted: int, asked: int, refused: int) -> None:
+        """Stop the run if a round has fewer updates than it requires because replies were rejected or sites are excluded.
+
+        Missing replies are a matter of the timeout, and sites that cannot take part in the round are not at fault.
+
+        Args:
+            round: Label of the round.
+            accepted: Number of accepted updates.
+            asked: Number of sites that were asked.
+            refused: Number of rejected replies before the round.
+
+        Raises:
+            EngineError: If there are too few updates, unless ``on_timeout`` is ``continue``.
+        """
+        sites, policy = self.sites, self.sites.round_policy
+        least, rejected = min(policy.min_updates, asked), sites.counts["refused"] - refused
+        excluded = len(sites.excluded)
+        at_fault = rejected or len(sites.sites) - excluded < least
+        if at_fault and accepted < least and policy.on_timeout != "continue":
+            raise EngineError(
+                f"Round {round}: {rejected} replies were rejected and {excluded} sites are excluded, so {accepted} of at least "
+                f"{least} updates remain, and the run stops. Correct these sites and resume it, or require fewer updates."
+            )
 
     def accept_reply(self, broadcast: Broadcast, frame: Frame) -> Update | None:
         """Decode a site's reply to ``broadcast``; None if the site cannot take part in this round.

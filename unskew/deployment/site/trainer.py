@@ -196,6 +196,7 @@ class SiteTrainer:
             received: Data received before the first round.
         """
         broadcast = self._read_broadcast(request, state, training=True)
+        self.wire_context.check_request(broadcast)
         checkpoint = SiteCheckpoint(self.site, state.folder, request, broadcast.state)
         with device_modes(self.device, self.config.precision):
             update = self._trainer_for(request, received).train(broadcast, checkpoint)

@@ -125,6 +125,25 @@ class WireContext:
             check_norm(f"{record}/{name}", tensor, self.norm, finite)
         return unflatten_records(record, {f"{record}/{name}": t for name, t in tensors.items()})
 
+    def check_request(self, broadcast: Broadcast) -> None:
+        """Validate at the client that a broadcast asks for nothing that always stays at the client.
+
+        Args:
+            broadcast: Broadcast that the client is to train from.
+
+        Raises:
+            InvalidMessageError: If it asks for such slices of the model, or for the whole model although the method does not.
+        """
+        sync, size = self.method.sync, self.spec.size
+        local = () if sync is None else sync.local_slices(self.spec)
+        shared = subtract_slices(local, broadcast.up, size)
+        reports = self.method.needs("mean_model") and not local
+        if slices_length(shared, size) != slices_length(local, size) or (broadcast.report and not reports):
+            raise InvalidMessageError(
+                f"it asks for parameters that {self.method.name} never sends. The server must run the agreed experiment "
+                "with the same version"
+            )
+
     @cached_property
     def download_shapes(self) -> dict[str, Mapping[str, Shape]]:
         """Shapes of everything that a client may receive in addition to the model, by rule and name."""
