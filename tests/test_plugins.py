@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import nn
 import unskew
+from unskew.data.sources.registry import SampleTable, Source
 from unskew.engines.local_trainer import LocalTrainer
 
 
@@ -45,6 +46,15 @@ def moons(path=None):
     y = draws.integers(0, 2, 90)
     x = (draws.normal(size=(90, 3)) + y[:, None]).astype("float32")
     return (x[:60], y[:60]), (x[60:], y[60:])
+
+
+def clinics():
+    draws = np.random.default_rng(0)
+    parts = []
+    for count in (60, 20):
+        x = torch.from_numpy(draws.normal(size=(count, 2)).astype("float32"))
+        parts.append(SampleTable(x, (x[:, 0] > 0).long(), {"hospital": np.arange(count) % 4}))
+    return Source("clinics", parts[0], parts[1], class_names=("new", "full"), classes=2)
 
 
 def halves(labels, clients, rng, value="0", shift="0"):
@@ -147,6 +157,22 @@ class Lines(unskew.Callback):
 
     def end(self, summary):
         self.file.close()
+
+class Hooks(unskew.Callback):
+    def __init__(self, folder, resumed):
+        self.called = open(folder / "hooks.txt", "w")
+
+    def note(self, text):
+        print(text, file=self.called, flush=True)
+
+    def loaded(self, federation):
+        self.note(f"loaded {len(federation.clients)}")
+
+    def start(self, config, rounds_done):
+        self.note(f"start {rounds_done}")
+
+    def warn(self, text):
+        self.note(f"warn {text.split(',')[0]}")
 '''
 ENTRIES = """
 [unskew.methods]
@@ -157,6 +183,7 @@ fedavg = PACKAGE:Damped
 tiny = PACKAGE:tiny
 [unskew.data]
 moons = PACKAGE:moons
+clinics = PACKAGE:clinics
 [unskew.partitions]
 halves = PACKAGE:halves
 [unskew.samplers]
@@ -173,6 +200,7 @@ idle = PACKAGE:Idle
 counting = PACKAGE:counting
 [unskew.trackers]
 lines = PACKAGE:Lines
+hooks = PACKAGE:Hooks
 """
 
 
@@ -204,6 +232,15 @@ def test_what_a_package_offers_is_used_by_its_name(package):
     assert (result.vector - start - 0.25 * (whole.vector - start)).abs().max() < 1e-6
 
 
+def test_a_column_of_a_data_set_of_a_package_divides_it(package):
+    rows = unskew.run(data="clinics", partition="natural:hospital", model="tiny", rounds=1, local_steps=2).clients
+    assert [(row["name"], row["samples"] + row["num_held_out"]) for row in rows] == [(str(k), 15) for k in range(4)]
+    result = unskew.run(data="clinics", partition="sorted:hospital", clients=2, model="tiny", rounds=1, local_steps=2)
+    assert [row["samples"] + row["num_held_out"] for row in result.clients] == [30, 30]
+    with pytest.raises(ConfigError, match=r"'clinics' of the package friend 1\.2 does not support table options"):
+        unskew.run(data="clinics", csv={"decimal": "comma"}, model="tiny", rounds=1)
+
+
 def test_a_package_passes_the_checks_for_authors(package, tmp_path):
     check_data("moons")
     check_rule("damped:by=0.25", rounds=2)
@@ -216,6 +253,15 @@ def test_a_tracker_of_a_package_receives_the_rounds(package, tmp_path):
     assert (tmp_path / "run" / "lines.txt").read_text() == f"1 {result.history[0]['accuracy']}\n"
     unskew.resume(tmp_path / "run", rounds=2, trackers="lines")
     assert len((tmp_path / "run" / "lines.txt").read_text().splitlines()) == 2
+
+
+def test_a_tracker_of_a_package_receives_everything_that_a_callback_does(package, tmp_path, recwarn):
+    unskew.run(data="moons", model="mlp", method="fedproto", trackers="hooks", out=tmp_path / "run", **RUN)
+    called = (tmp_path / "run" / "hooks.txt").read_text().splitlines()
+    assert called[0] == "loaded 3"
+    assert "start 0" in called
+    assert [line for line in called if line.startswith("warn ")]
+    assert not recwarn.list  # the tracker is a listener
 
 
 def test_a_sampler_of_a_package_draws_the_cohorts(package, tmp_path):

@@ -27,6 +27,7 @@ class Fake:
 
     def __init__(self, *args):
         Fake.made.append(args)
+        self.step("creation")
 
     def step(self, name):
         if Fake.fails == name:
@@ -88,7 +89,7 @@ def fake(monkeypatch):
     return Fake
 
 
-@pytest.mark.parametrize("moment", ["start", "round", "end"])
+@pytest.mark.parametrize("moment", ["creation", "start", "round", "end"])
 def test_a_tracker_that_fails_is_one_warning(tmp_path, fake, monkeypatch, moment):
     monkeypatch.setattr(fake, "fails", moment)
     with pytest.warns(UserWarning, match="The tracker") as seen:

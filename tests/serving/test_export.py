@@ -593,6 +593,23 @@ def test_every_registered_model_can_be_exported(tmp_path, name, kind):
     )
 
 
+def test_a_head_that_transformers_lacks_is_not_written_for_it(tmp_path):
+    """Loading would replace it by a random one."""
+    pytest.importorskip("transformers")
+    from support.tiny import opt_folder, rows, write_jsonl
+
+    result = unskew.run(
+        data=f"text:{write_jsonl(tmp_path / 't.jsonl', rows())}", text={"columns": ["premise"], "block": 12}, label="label",
+        partition="iid", clients=2, rounds=1, local_steps=1, lr=0.01, model=f"hf:{opt_folder(tmp_path / 'opt')}",
+        method="fedrod", engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match=r"replaced 'score' of the model .* Export to onnx"):
+        unskew.export(tmp_path / "run", "transformers", out=tmp_path / "hub", client_number=1)
+    assert not (tmp_path / "hub").exists()
+    with pytest.raises(ConfigError, match="replaced 'score'"):
+        result.model.save(tmp_path / "saved")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("task", ["language", "classification"])
 def test_models_of_texts_are_written_for_transformers(tmp_path, task):

@@ -16,12 +16,14 @@ from unskew import plugins
 from unskew.errors import ConfigError, explain_missing, free_name
 from unskew.filesystem import write_atomic
 from unskew.records.mlflow_store import NAME, is_complete_database, open_client
-from unskew.records.recorder import Callback, Row, notify_warning
+from unskew.records.recorder import Callback, Row, callback_hooks, notify_warning
 
 EXPERIMENT = "unskew"
 FOLDER = "unskew.folder"
 """Tag of an MLflow run that contains its run folder."""
 QUOTES = "'\"`\\"
+HOOKS = ("prepare", "loaded", "start", "round", "warn", "end")
+"""Methods of ``Callback``."""
 
 
 def numbers_by_name(row: dict[str, Any]) -> dict[str, float]:
@@ -176,39 +178,41 @@ class GuardedTracker(Callback):
 
     Args:
         name: Name of the tracker.
-        tracker: The tracker.
+        create: Function that creates the tracker.
         followers: Callbacks that receive the warning.
+
+    Raises:
+        ConfigError: If the tracker cannot be used as it is configured.
     """
 
-    def __init__(self, name: str, tracker: Callback, followers: Sequence[Callback]):
+    def __init__(self, name: str, create: Callable[[], Callback], followers: Sequence[Callback]):
         self.name = name
-        self.tracker = tracker
         self.followers = followers
         self.failed = False
+        self._do(lambda: self._follow(create()), ConfigError)
 
-    def _do(self, step: Callable[[], None]) -> None:
+    def _follow(self, tracker: Callback) -> None:
+        """Forward those hooks that the tracker has, so that warnings without a listener remain Python warnings."""
+        for name in HOOKS:
+            for hook in callback_hooks([tracker], name):
+                setattr(self, name, partial(self._call, hook))
+
+    def _call(self, hook: Callable[..., None], *arguments: Any) -> None:
+        self._do(lambda: hook(*arguments))
+
+    def _do(self, step: Callable[[], None], *passed: type[Exception]) -> None:
         if self.failed:
             return
         try:
             step()
+        except passed:
+            raise
         except Exception as error:
             self.failed = True
             reason = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
             notify_warning(
                 self.followers, f"The tracker {self.name!r} failed, so the run continues without it: {reason[:300]}"
             )
-
-    def start(self, config: dict[str, Any], rounds_done: int) -> None:
-        """Forward the start of the run."""
-        self._do(lambda: self.tracker.start(config, rounds_done))
-
-    def round(self, row: Row) -> None:
-        """Forward a finished round."""
-        self._do(lambda: self.tracker.round(row))
-
-    def end(self, summary: dict[str, Any]) -> None:
-        """Forward the end of the run."""
-        self._do(lambda: self.tracker.end(summary))
 
 
 def make_trackers(
@@ -244,5 +248,5 @@ def make_trackers(
         if name not in kinds:
             create = plugins.find_plugin(plugins.TRACKERS, "tracker", name, kinds).load_callable()
             kinds[name] = partial(create, folder, resumed)
-        chosen.append(GuardedTracker(name, kinds[name](), followers))
+        chosen.append(GuardedTracker(name, kinds[name], followers))
     return chosen

@@ -174,7 +174,8 @@ def _execute(
     config = with_absolute_paths(config)
     method = method_of(config.method) if method is None else method
     device = pick_device(config.device)
-    trackers = make_trackers(config.trackers, folder, None if shared is None else shared.parent, resume, callbacks)
+    store = None if shared is None else shared.parent
+    callbacks = [*callbacks, *make_trackers(config.trackers, folder, store, resume, callbacks)]
     if config.save_samples and folder is None:
         raise ConfigError("save_samples writes images to the run folder. Pass a run folder as out.")
     if config.coefficients and folder is None:
@@ -189,7 +190,7 @@ def _execute(
     run = replace(run, federation=match_model_input_range(original, run.spec))
     with device_modes(device, config.precision):
         prepared = prepare(run, device, folder, shared, callbacks, resume)
-        parts = assemble(run, prepared, device, folder, [*callbacks, *trackers])
+        parts = assemble(run, prepared, device, folder, callbacks)
         return Session(parts, warnings=run.warnings).run(resume)
 
 

@@ -88,13 +88,14 @@ def test_gradients_of_single_samples_are_mapped_with_fused_attention_and_checkpo
     assert_close(vectors[1], vectors[0])
 
 
+@pytest.mark.parametrize("freeze_a", [False, True])
 @pytest.mark.parametrize("kind", ["opt", "bert"])
-def test_factors_are_trained_in_float32_on_frozen_weights_in_bfloat16(kind):
+def test_factors_are_trained_in_float32_on_frozen_weights_in_bfloat16(kind, freeze_a):
     task = "language" if kind == "opt" else "classification"
-    targets = LORA["targets"] if kind == "opt" else ["query", "value"]
-    low = spec_of(torch.float32, kind, task, lora={**LORA, "targets": targets}, base_dtype="bfloat16")
-    full = spec_of(torch.float32, kind, task, lora={**LORA, "targets": targets})
-    frozen = {p.dtype for p in low.module.parameters() if not p.requires_grad}
+    lora = {**LORA, "targets": LORA["targets"] if kind == "opt" else ["query", "value"], "freeze_a": freeze_a}
+    low = spec_of(torch.float32, kind, task, lora=lora, base_dtype="bfloat16")
+    full = spec_of(torch.float32, kind, task, lora=lora)
+    frozen = {p.dtype for n, p in low.module.named_parameters() if not p.requires_grad and "lora_A" not in n}
     assert (frozen, low.flatten().dtype) == ({torch.bfloat16}, torch.float32)
     assert low.names == full.names
     v = moved(full)

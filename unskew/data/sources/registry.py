@@ -190,7 +190,8 @@ def load_source(
     if base == "synthetic":
         parse_synthetic(kind)
     elif count is None and kind not in SOURCES:
-        options = choice != ALL or any(option is not None for option in (label, image, label_separator))
+        choice = choice._replace(divides=None, sorts=False)  # the source has the columns that a partition may use
+        options = choice != ALL or csv != DETECTED or any(o is not None for o in (label, image, label_separator))
         return load_plugin_source(kind, path, options, size, classes)
     if kind in PATHS and not path:
         raise ConfigError(f"The data set {kind!r} requires a path: {SOURCES[kind].split(',')[0]}.")

@@ -193,7 +193,7 @@ class FlowerEngine:
         at_fault = rejected or len(sites.sites) - excluded < least
         if at_fault and accepted < least and policy.on_timeout != "continue":
             raise EngineError(
-                f"Round {round}: {rejected} replies were rejected and {excluded} sites are excluded, so {accepted} of at least "
+                f"Round {round}: {rejected} replies were rejected, {excluded} sites are excluded, so {accepted} of at least "
                 f"{least} updates remain, and the run stops. Correct these sites and resume it, or require fewer updates."
             )
 

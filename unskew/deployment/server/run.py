@@ -98,9 +98,9 @@ def _run_over_sites(
 ) -> Result:
     device = pick_device(config.device)
     plan = plan_over_sites(config, deployment, location)
-    notify_loaded(callbacks, plan.reference)
     config = plan.run.config
     callbacks = [*callbacks, *make_trackers(config.trackers, folder, None, again, callbacks)]
+    notify_loaded(callbacks, plan.reference)
     with connected_sites(plan, folder, again, partial(notify_warning, callbacks), tell, location) as connected:
         sites, run = connected.sites, connected.run
         federation, spec, method = run.federation, run.spec, run.method

@@ -75,7 +75,8 @@ class LoadingOptions:
 def train_in_float32(net: nn.Module) -> None:
     """Convert the trained parameters of a model with frozen weights of lower precision to float32, in place.
 
-    LoRA layers convert their inputs and outputs themselves. Other trained layers, such as a classifier's head, convert their
+    Of LoRA factors both are converted, also if A is not trained, because their product is computed in one precision. LoRA
+    layers convert their inputs and outputs themselves. Other trained layers, such as a classifier's head, convert their
     inputs.
 
     Args:
@@ -84,10 +85,11 @@ def train_in_float32(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False  # bitsandbytes would rearrange weights, which other copies share
-        trained = [p for p in module.parameters(recurse=False) if p.requires_grad]
+        factor = bool({"lora_A", "lora_B"} & {*name.split(".")})
+        trained = [p for p in module.parameters(recurse=False) if factor or p.requires_grad]
         for parameter in trained:
             parameter.data = parameter.data.float()
-        if trained and not {"lora_A", "lora_B"} & {*name.split(".")}:
+        if trained and not factor:
             module.register_forward_pre_hook(_as_weight)
 
 

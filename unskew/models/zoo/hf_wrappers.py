@@ -67,10 +67,19 @@ class HuggingFaceModel(nn.Module):
         return FunctionalDropout(keyed)
 
     def save(self, folder: str | Path) -> Path:
-        """Write a folder that ``hf:FOLDER`` and ``transformers`` can load; LoRA factors are merged into the weights."""
+        """Write a folder that ``hf:FOLDER`` and ``transformers`` can load; LoRA factors are merged into the weights.
+
+        Args:
+            folder: Folder to write.
+
+        Raises:
+            ConfigError: If a method has replaced a part of the model, such as its head, by one that transformers lacks.
+        """
         folder = Path(folder)
         with quiet_transformers():
-            merge_lora(self.net).save_pretrained(folder)
+            net = merge_lora(self.net)
+            check_parts(net)
+            net.save_pretrained(folder)
         return folder
 
 
@@ -226,6 +235,30 @@ class ImageClassifier(HuggingFaceModel):
             json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
         )
         return folder
+
+
+def check_parts(net: Any) -> None:
+    """Validate that the layers of a model are those that ``transformers`` creates from its configuration.
+
+    Args:
+        net: Model of ``transformers`` without LoRA factors.
+
+    Raises:
+        ConfigError: If the saved weights would not fit, so that loading would draw random ones.
+    """
+    with torch.device("meta"):
+        created = type(net)(net.config)
+    ours, theirs = (
+        {name: type(module) for name, module in some.named_modules() if [*module.parameters(recurse=False)]}
+        for some in (net, created)
+    )
+    quantized = {name for name, kind in ours.items() if kind.__module__.startswith("bitsandbytes")}
+    for name in [*ours, *theirs]:
+        if name not in quantized and ours.get(name) is not theirs.get(name):
+            raise ConfigError(
+                f"The method has replaced {name.partition('.')[0]!r} of the model by a layer that transformers lacks, so "
+                "its format cannot store it. Export to onnx, torch or torchscript."
+            )
 
 
 def token_ids(x: Tensor, config: Any) -> Tensor:
