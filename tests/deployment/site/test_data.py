@@ -71,3 +71,28 @@ def test_a_site_with_a_class_that_the_server_does_not_know_is_refused(tmp_path):
         deployed(
             tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
         )
+
+
+def test_texts_of_sites_may_be_longer_than_those_of_the_server(tmp_path):
+    """All are at most ``text.block`` tokens long, which both sides have agreed to."""
+
+    def texts(path, more):
+        rows = [f"{'good' if k % 2 else 'bad'} day{' indeed' * more},{k % 2}\n" for k in range(60)]
+        path.write_text("text,label\n" + "".join(rows))
+
+    texts(tmp_path / "pilot.csv", 1)
+    values = {name: value for name, value in TINY.items() if name != "max_train_samples"}
+    values |= {"data": f"text:{tmp_path / 'pilot.csv'}", "label": "label", "partition": "iid", "model": "text-mlp"}
+    values |= {"text": {"tokenizer": "bytes", "block": 40}, "rounds": 3, "local_steps": 20, "lr": 1.0}
+    place = LoopPlace(tmp_path, values)
+    for client in range(3):
+        path = tmp_path / "sites" / str(client) / "site.yaml"
+        texts(path.parent / "own.csv", client)
+        data = {"source": "text:own.csv", "label": "label"}
+        path.write_text(yaml.safe_dump({"name": f"clinic-{client}", "client": client, "data": data}))
+        place.sites[client] = SiteProcess(path, log=lambda line: None)
+    result, _ = deployed(
+        tmp_path, place, Deployment(startup_timeout=0.5, own_data=True), **{"max_train_samples": None, **values}
+    )
+    assert [row["updates"] for row in result.history] == [3, 3, 3]
+    assert result.summary["client_accuracy_worst"] == 1

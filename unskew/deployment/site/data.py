@@ -20,6 +20,7 @@ from unskew.data.partitioned import PartitionedSource, packed_if_requested, padd
 from unskew.data.readers.column_roles import ColumnSelection
 from unskew.data.readers.encoders import Encoder, FittedEncoders
 from unskew.data.readers.tables import SampleTable, Source
+from unskew.data.readers.text import is_text
 from unskew.data.sources.registry import load_source
 from unskew.data.spec import DataSpec, TextSpec, parse_split
 from unskew.data.task_options import apply_task_options
@@ -41,6 +42,7 @@ class SiteData:
         train: Training samples.
         held: Held-out samples.
         source: Data source of the samples.
+        has_texts: Whether the samples are texts of the site, of at most ``text.block`` tokens, instead of arrays.
     """
 
     client: int
@@ -49,6 +51,7 @@ class SiteData:
     train: SampleTable
     held: SampleTable
     source: Source
+    has_texts: bool = False
 
     def federation(self, reference: DataSchema, loss: str) -> Federation:
         """Build the federation of this site: its samples encoded according to ``reference``, and empty other clients.
@@ -83,6 +86,8 @@ class SiteData:
         )
         if task.tokens:
             relabeled = replace(relabeled, classes=reference.classes, class_names=reference.class_names)
+        if self.has_texts:  # its longest text may be longer than the server's
+            relabeled = replace(relabeled, shape=reference.shape)
         reference.check(relabeled, self.who)
         federation = Federation(
             clients=SingleClientView(ClientData(self.client, x, y, x_test, y_test), self.total),
@@ -217,7 +222,7 @@ def load_site_data(
         source = load_source_for(spec)
     who = f"The site {config.name}"
     train, test = packed_if_requested(source.train, experiment.text), padded_if_packed(source.test, experiment.text)
-    return SiteData(config.client, experiment.clients, who, train, test, source)
+    return SiteData(config.client, experiment.clients, who, train, test, source, is_text(name))
 
 
 def column_selection(data: OwnData, experiment: Experiment, columns: Sequence[Encoder] | None) -> ColumnSelection:
