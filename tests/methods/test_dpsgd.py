@@ -76,6 +76,18 @@ def test_the_clipped_sum_is_the_one_by_hand(portion, monkeypatch):
     assert float(loss) == pytest.approx(float(TASK.loss(LINEAR.forward(v, {}, batch.x).logits, batch.y)), rel=1e-12)
 
 
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+def test_frozen_parameters_take_no_part_of_the_clipping_norm(engine):
+    """One step of clipped gradients of whole batches of equal samples: its length is the clipping norm."""
+    x, y = np.ones((10, 3), np.float32), np.zeros(10, int)
+    fed = unskew.Federation.from_arrays([(x, y), (x, y)], test=(x, y), classes=2, normalize=False)
+    options = {"rounds": 1, "local_steps": 1, "batch_size": 9, "lr": 1.0, "precision": "fp64", "engine": engine}
+    for method in ("dpsgd:noise=0,clip=0.05", "dpsgd:noise=0,clip=0.05+fedbabu"):
+        start = unskew.run(fed, model="mlp", method=method, **{**options, "lr": 1e-300}).vector
+        moved = unskew.run(fed, model="mlp", method=method, **options).vector - start
+        assert float(moved.norm()) == pytest.approx(0.05, rel=1e-9)
+
+
 @pytest.mark.filterwarnings("ignore:Full backward hook")
 def test_the_gradients_of_samples_are_those_of_opacus():
     opacus = pytest.importorskip("opacus")

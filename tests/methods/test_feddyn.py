@@ -33,6 +33,19 @@ def test_feddyn_equals_the_papers_algorithm(participation):
     assert_close(run.server.state.server_rule["h"], g.mean(0), MAGNIFIED)
 
 
+@pytest.mark.parametrize(("before", "after"), [("feddyn:alpha=0.1", "feddyn:alpha=1"), ("fedsmoo:lam=1", "fedsmoo")])
+def test_with_another_strength_the_states_of_clients_and_server_start_anew_together(before, after, tmp_path):
+    """Else ``h = sum_k p_k g_k`` would not hold, and the run would converge to another model."""
+    fed = blobs((9, 14, 20))
+    options = {"local_steps": 2, "batch_size": 50, "lr": 0.1, "precision": "fp64", "engine": "inline"}
+    first = unskew.run(fed, model="logistic", method=before, rounds=3, out=tmp_path / "a", **options)
+    found = unskew.run(fed, model="logistic", method=after, rounds=5, start_from=str(tmp_path / "a"), **options)
+    fresh = unskew.run(fed, model=first.model, method=after, rounds=2, **options)  # batches are whole data sets
+    assert_close(found.vector, fresh.vector, TRAINING)
+    control = unskew.run(fed, model="logistic", method=before, rounds=5, start_from=str(tmp_path / "a"), **options)
+    assert_close(control.vector, unskew.run(fed, model="logistic", method=before, rounds=5, **options).vector, TRAINING)
+
+
 @pytest.mark.slow
 def test_feddyn_reaches_the_optimum():
     A, b = problem(sizes=(6, 6, 6, 6))

@@ -75,20 +75,17 @@ def composed_gradient(
     freezes = has_frozen_parameters(rules)
     for rule, ctx, carry in zip(rules, ctxs, carries, strict=True):
         if freezes and type(rule).gradient is not ClientRule.gradient:
-            grad_fn = _gradient_of_trained(grad_fn, rules, ctxs, carries)
+            grad_fn = _gradient_of_trained(grad_fn)
         grad_fn = _checked_function(rule, "gradient", rule.gradient(grad_fn, ctx, carry))
     return grad_fn
 
 
-def _gradient_of_trained(
-    grad_fn: GradFn, rules: Sequence[ClientRule], ctxs: Sequence[Context], carries: Sequence[Tensors]
-) -> GradFn:
+def _gradient_of_trained(grad_fn: GradFn) -> GradFn:
     """Return a gradient that is 0 for parameters that a rule freezes, so that the norms and steps of rules omit them."""
 
     def trained(v: Tensor, batch: Batch) -> Tensor:
-        mask = combined_trainable_mask(rules, ctxs, carries, batch)
         g = grad_fn(v, batch)
-        return g if mask is None else torch.where(mask, g, 0.0)
+        return g if batch.trainable is None else torch.where(batch.trainable, g, 0.0)
 
     return trained
 
@@ -335,8 +332,8 @@ class LocalTrainer:
             own_key = fold(key, at) if self.model.stream else key
             weight = None if plan.weights is None else plan.weights[step].to(device)
             batch = Batch(x, y, own_key, at, lr=now.lr, weight=weight)
-            trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, trainable)
+            batch = batch._replace(trainable=combined_trainable_mask(setup.rules, ctxs, carries, batch))
+            v, moments = optimizers.optimizer_step(now, v, grad_fn(v, batch), moments, step, batch.trainable)
             total += self.model.loss
             if checkpoint is not None:
                 checkpoint.save_if_due(step + 1, v, moments, total)

@@ -97,8 +97,8 @@ class CohortSteps:
             ctxs = self.inputs.contexts(stacked, model, round)
             carries = [dict(carry) for carry in carries]
             grad_fn = composed_gradient(setup.rules, ctxs, carries, model, setup.task)
-            trainable = combined_trainable_mask(setup.rules, ctxs, carries, batch)
-            v, state = optimizers.optimizer_step(training, v, grad_fn(v, batch), state, t, trainable)
+            batch = batch._replace(trainable=combined_trainable_mask(setup.rules, ctxs, carries, batch))
+            v, state = optimizers.optimizer_step(training, v, grad_fn(v, batch), state, t, batch.trainable)
             return model.b, v, carries, state, model.loss
 
         weighted = None if batch.weight is None else 0

@@ -388,7 +388,7 @@ def clipped_sum(spec: ModelSpec, task: Task, v: Tensor, batch: Batch, clip: floa
         spec: Layout of the model, which has no buffers.
         task: Task that defines the loss.
         v: Parameters, ``[d]``.
-        batch: Mini-batch; rows of weight 0 are left out.
+        batch: Mini-batch; rows of weight 0 and frozen parameters are left out.
         clip: Clipping norm.
 
     Returns:
@@ -409,6 +409,8 @@ def clipped_sum(spec: ModelSpec, task: Task, v: Tensor, batch: Batch, clip: floa
     for first in range(0, count, portion):
         rows = slice(first, first + portion)
         gradients, losses = differentiate(v, batch.x[rows], batch.y[rows], keys[rows])
+        if batch.trainable is not None:  # else frozen parameters would leave less of the norm to the others
+            gradients = torch.where(batch.trainable, gradients, 0.0)
         norms = torch.linalg.vector_norm(gradients, dim=1, dtype=torch.float64)
         counts = weights[rows] > 0
         used = counts & norms.isfinite()

@@ -31,6 +31,7 @@ class Batch(NamedTuple):
         track: Whether a pass updates the normalization buffers.
         lr: Learning rate of the local step.
         weight: Weight of each sample, ``[B]``: 1, or 0 for rows that only fill up a Poisson batch; None if all count.
+        trainable: Mask of the parameters that no rule freezes in this step, boolean ``[d]``; None if none is frozen.
     """
 
     x: Tensor
@@ -40,6 +41,7 @@ class Batch(NamedTuple):
     track: bool = True
     lr: float = math.nan
     weight: Tensor | None = None
+    trainable: Tensor | None = None
 
     def untracked(self) -> Batch:
         """Return the same batch with ``track=False``, so that its pass does not update normalization buffers."""

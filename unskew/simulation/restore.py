@@ -92,7 +92,8 @@ def _branch(
     method, known = setup.method, () if before is None else before.halves
     v = stored.server_rule["v"]
     server_rule = setup.rule.init(v, setup.federation_info)
-    if before is not None and before.server == method.server:
+    keeps_server = before is not None and before.server == method.server
+    if keeps_server:
         server_rule = stored.server_rule
         state.waiting.restore(stored.waiting, manifest["waiting"], stored.b.device)
         for client, tensors in _client_parts(path, manifest, CACHE, server):
@@ -104,6 +105,8 @@ def _branch(
         fresh, old = half.server_init(v, setup.federation_info), stored.rules.get(name, {})
         # A rule that starts in a later round may have stored state in shared rounds, even with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
+        # The states of clients and server belong together, as in FedDyn: h = sum_k p_k g_k.
+        alike = alike and (half is not method.server or keeps_server)
         if half.continued and name not in manifest["rules"]:
             raise ConfigError(
                 f"The run that start_from names was trained without {name}, so nothing that follows can have its guarantee. "
@@ -128,7 +131,9 @@ def _branch(
         )
         server.clients.store.put(client, stays.tensors())
     _restore_counts(manifest, server)
-    server.clients.restore(manifest["last"] if parted else {}, {})
+    # Clients keep the models of compressed broadcasts, and miss the codes since their last round.
+    follows = method.sync is None and setup.compressor is not None and setup.compressor.name in shared
+    server.clients.restore(manifest["last"] if parted or follows else {}, {})
 
 
 def tensor_shapes(tensors: Tensors) -> dict[str, tuple[int, ...]]:

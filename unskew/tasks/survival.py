@@ -225,7 +225,8 @@ class Survival(SurvivalBins):
         z = logits.to(torch.float64)
         z = z + z.new_tensor(self.offsets)
         if self.kind == "discrete":
-            return (-F.softplus(z).cumsum(-1)).exp()
+            rates = z.clamp_min(0) + torch.log1p(torch.exp(-z.abs()))  # softplus, which ONNX Runtime lacks in float64
+            return (-rates.cumsum(-1)).exp()
         return (-(z.exp() * z.new_tensor(self.widths)).cumsum(-1)).exp()
 
     @property

@@ -236,6 +236,16 @@ def test_a_compressed_broadcast_can_start_from_another_run(tmp_path):
     assert both.summary["bytes_down"] < up.summary["bytes_down"]
 
 
+def test_clients_that_continue_miss_only_the_codes_since_their_last_round(tmp_path):
+    fed, network = blobs(SIZES), {"downlink": "50kB/s"}
+    shared = {**FEW, "model": "mlp", "method": "topk:down=true", "participation": 0.5, "network": network}
+    whole = unskew.run(fed, **{**shared, "rounds": 5})
+    unskew.run(fed, out=tmp_path / "a", base_run=True, **{**shared, "rounds": 3})
+    rest = unskew.run(fed, start_from=str(tmp_path / "a"), **{**shared, "rounds": 5})
+    for name in ("bytes_down", "seconds_simulated"):
+        assert [row[name] for row in rest.history] == [row[name] for row in whole.history]
+
+
 def test_late_updates_are_compressed_too():
     result = unskew.run(blobs(SIZES), model="mlp", method="topk+fedavg", network="fixed:1", **{**FEW, "rounds": 4})
     d = len(result.vector)
