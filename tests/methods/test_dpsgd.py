@@ -82,9 +82,9 @@ def test_frozen_parameters_take_no_part_of_the_clipping_norm(engine):
     x, y = np.ones((10, 3), np.float32), np.zeros(10, int)
     fed = unskew.Federation.from_arrays([(x, y), (x, y)], test=(x, y), classes=2, normalize=False)
     options = {"rounds": 1, "local_steps": 1, "batch_size": 9, "lr": 1.0, "precision": "fp64", "engine": engine}
-    for method in ("dpsgd:noise=0,clip=0.05", "dpsgd:noise=0,clip=0.05+fedbabu"):
-        start = unskew.run(fed, model="mlp", method=method, **{**options, "lr": 1e-300}).vector
-        moved = unskew.run(fed, model="mlp", method=method, **options).vector - start
+    for name in ("dpsgd:noise=0,clip=0.05", "dpsgd:noise=0,clip=0.05+fedbabu"):
+        start = unskew.run(fed, model="mlp", method=name, **{**options, "lr": 1e-300}).vector
+        moved = unskew.run(fed, model="mlp", method=name, **options).vector - start
         assert float(moved.norm()) == pytest.approx(0.05, rel=1e-9)
 
 

@@ -154,8 +154,13 @@ def test_a_loss_with_a_scaled_cross_entropy_is_the_formula_in_any_order():
 def test_other_rules_that_correct_for_classes_are_refused():
     with pytest.raises(MethodConflictError, match="both change the logits"):
         run("fedlc+fedrs")
-    with pytest.raises(ConfigError, match="fedlc and class_weights both correct the loss"):
-        run("fedlc", class_weights="balanced")
+
+
+@pytest.mark.parametrize("method", ["fedlc", "fedgen", "ccvr", "knnper", "fedgh", "vhl"])
+def test_class_weights_are_refused_if_a_rule_trains_the_classifier_without_them(method):
+    """Dividing by the weights would make the probabilities wrong."""
+    with pytest.raises(ConfigError, match=f"{method} and class_weights cannot be combined"):
+        run(method, class_weights="balanced")
 
 
 @pytest.mark.filterwarnings("ignore:The model did not change")

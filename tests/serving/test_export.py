@@ -593,6 +593,20 @@ def test_every_registered_model_can_be_exported(tmp_path, name, kind):
     )
 
 
+@pytest.mark.parametrize("loss", ["piecewise", "discrete"])
+@pytest.mark.parametrize("kind", ["torch", "onnx"])
+def test_survival_models_answer_as_predict_does(tmp_path, loss, kind):
+    from support.survival_rows import survival_experiment, survival_table
+
+    survival_table(tmp_path / "patients.csv", n=60)
+    options = {"precision": "fp32", "loss": loss, "out": tmp_path / "run"}
+    unskew.run(**survival_experiment(tmp_path / "patients.csv", **options))
+    x = example_inputs(open_run(tmp_path / "run"), 3)
+    done = unskew.export(tmp_path / "run", kind)
+    expected = unskew.load_predictor(tmp_path / "run").outputs(x)
+    assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
+
+
 def test_a_head_that_transformers_lacks_is_not_written_for_it(tmp_path):
     """Loading would replace it by a random one."""
     pytest.importorskip("transformers")

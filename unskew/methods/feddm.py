@@ -73,7 +73,7 @@ class FedDM(ClientRule, ServerRule):
     uploads: ClassVar[bool] = True
     # One decade on each side of the paper's 1 and 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"image_lr": log_range(0.1, 10.0), "server_lr": log_range(1e-3, 0.1)}
-    needs = ("one_class", "individual")
+    needs = ("one_class", "unweighted", "individual")
     sends_model: ClassVar[bool] = False
     tasks_reason: ClassVar[str] = "each of its images has one class"
 

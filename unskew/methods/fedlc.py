@@ -46,14 +46,13 @@ class FedLC(LogitAdjustment):
         return self.tau == 0
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the loss has no class weights; warn about clients with one class."""
-        notes = super().check(run)
+        """Warn about clients with one class."""
         if self.neutral:
-            return notes
+            return ()
         remedy = (
             "They learn nothing. Use fedrs, which keeps absent classes, or a partition with more classes per client."
         )
-        return [*notes, *single_class_note(run.federation, "fedlc's loss", remedy)]
+        return single_class_note(run.federation, "fedlc's loss", remedy)
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return ``z - tau n_k^(-1/4)``, which is ``-inf`` for absent classes."""

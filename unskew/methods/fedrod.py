@@ -78,10 +78,10 @@ class FedRoD(LogitAdjustment, HeadReplacement, LocalHeadParameters):
         return adjusted or LocalHeadParameters.conflict_with(self, method) or own
 
     def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the loss has no class weights, and that updates are not delayed; warn about single classes."""
+        """Validate that updates are not delayed; warn about single classes."""
         remedy = "Only their personal heads learn. Use fedper or fedrep, or a partition with more classes per client."
         notes = single_class_note(run.federation, "the loss of fedrod's generic head", remedy)
-        return [*LogitAdjustment.check(self, run), *LocalHeadParameters.check(self, run), *notes]
+        return [*LocalHeadParameters.check(self, run), *notes]
 
     def adjust(self, logits: Tensor, counts: Tensor) -> Tensor:
         """Return ``z + gamma log n_k``, which is ``-inf`` for absent classes."""

@@ -6,17 +6,15 @@ terms of other client rules (``moon``, ``feddecorr``) remain. The model itself, 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor
 
 from unskew.data.federation import ArrayClients, Federation
-from unskew.errors import ConfigError
 from unskew.models.execution import Batch, LossFn
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import ClientRule, Context, Method, Tensors
-from unskew.protocol.run_context import PreRunContext
 
 MOST_READ = 1000
 """Largest number of clients whose labels are read before training if they are not in one array."""
@@ -29,7 +27,7 @@ class LogitAdjustment(ClientRule):
         needs: Requirements of the rule, see ``unskew.protocol.requirements``.
     """
 
-    needs = ("one_class",)
+    needs: Collection[str] = ("one_class", "unweighted")
 
     @property
     def neutral(self) -> bool:
@@ -53,19 +51,6 @@ class LogitAdjustment(ClientRule):
         """Reject a second rule that changes the logits."""
         other = next((r.name for r in method.client if isinstance(r, LogitAdjustment) and r is not self), None)
         return f"{self.name} and {other} both change the logits in the loss; use one of them." if other else None
-
-    def check(self, run: PreRunContext) -> Sequence[str]:
-        """Validate that the loss has no class weights.
-
-        Args:
-            run: Run to check, with its configuration, federation and model.
-
-        Raises:
-            ConfigError: If the run has class weights.
-        """
-        if getattr(run.federation.objective, "weights", ()):
-            raise ConfigError(f"{self.name} and class_weights both correct the loss for rare classes; use one of them.")
-        return ()
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's training samples per class, which stay at the client."""

@@ -73,7 +73,7 @@ class VHL(DataRule, ClientRule):
     class_targets: ClassVar[bool] = True
     # One decade on each side of the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"lam": log_range(0.1, 10.0)}
-    needs = ("one_class",)
+    needs = ("one_class", "unweighted")
     tasks_reason: ClassVar[str] = "it aligns the features of each sample with virtual samples of its class"
     idle_options = (({"lam": 0}, ("align_epochs", "temperature")),)
 

@@ -6,6 +6,8 @@ from unskew.tasks.base import PROVIDED
 
 NEEDS = {
     **PROVIDED,
+    "unweighted": "the loss has no class weights, because terms of the rule train the classifier without them or correct it, "
+    "too, so that dividing probabilities by the weights would make them wrong",
     "individual": "the server half reads single updates; without it sums suffice, as under secure aggregation",
     "sent_model": "each update comes with the model that its client received, as update.start",
     "sent_statistics": "each update comes with the buffers that its client received, as update.b_start, if buffers are "

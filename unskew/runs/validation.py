@@ -49,6 +49,7 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
         MethodConflictError: If the method reads individual updates, which secure aggregation forbids.
     """
     check_task(method, federation)
+    check_unweighted(config, method)
     if config.augment and len(federation.shape) != 3:
         raise ConfigError(
             f"augment crops and flips images, but the inputs have the shape {federation.shape}. Remove it."
@@ -300,6 +301,24 @@ def check_task(method: Method, federation: Federation) -> None:
                 f"{rule.name} does not support the task {task!r}, because {why_tasks(rule)}. Supported tasks: "
                 f"{', '.join(supported)}."
             )
+
+
+def check_unweighted(config: Experiment, method: Method) -> None:
+    """Validate that no rule makes the correction of probabilities for class weights wrong.
+
+    Args:
+        config: Configuration of the run.
+        method: Method of the run.
+
+    Raises:
+        ConfigError: If the run has class weights, and a rule needs a loss without them.
+    """
+    rule = next((rule for rule in method.rules if "unweighted" in rule.needs), None)
+    if config.class_weights is not None and rule is not None:
+        raise ConfigError(
+            f"{rule.name} and class_weights cannot be combined: terms of {rule.name} train the classifier without weights or "
+            "correct it, too, so that predicted probabilities would be wrong. Remove class_weights."
+        )
 
 
 def check_sums_suffice(method: Method, diagnose: Sequence[str]) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.errors import CheckpointError, ConfigError
 from unskew.protocol.messages import EVALUATED, ClientState, Tensors, Update, unflatten_records
-from unskew.protocol.rules import Method
+from unskew.protocol.rules import Method, ServerRule
 from unskew.simulation.checkpoint import CACHE, CLIENTS, FLYING, checkpoint_errors
 from unskew.simulation.client_records import SentModel
 from unskew.simulation.model_selection import ModelPair
@@ -106,7 +106,7 @@ def _branch(
         # A rule that starts in a later round may have stored state in shared rounds, even with other options.
         alike = half in method.client and name in manifest["rules"] and tensor_shapes(old) == tensor_shapes(fresh)
         # The states of clients and server belong together, as in FedDyn: h = sum_k p_k g_k.
-        alike = alike and (half is not method.server or keeps_server)
+        alike = alike and (keeps_server or not isinstance(half, ServerRule))
         if half.continued and name not in manifest["rules"]:
             raise ConfigError(
                 f"The run that start_from names was trained without {name}, so nothing that follows can have its guarantee. "
