@@ -17,7 +17,7 @@ from unskew.models.layer_groups import layer_groups
 from unskew.models.registry import build_model
 from unskew.models.spec import ModelSpec
 from unskew.models.zoo.hf_wrappers import CausalLM, token_ids
-from unskew.models.zoo.huggingface import HALVES, IMAGENET, RESNET18
+from unskew.models.zoo.huggingface import HALVES, IMAGENET, RESNET18, hugging_face
 from unskew.runs.build_model import match_model_input_range
 from unskew.runs.run import resume
 
@@ -252,3 +252,54 @@ def test_padding_is_replaced_by_the_padding_id_only_if_it_is_a_token(padding, re
     config = OPTConfig(vocab_size=24, **OPT)
     config.pad_token_id = padding
     assert token_ids(torch.tensor([[5, 0, -1, -2]]), config).tolist() == [[5, 0, replaced, replaced]]
+
+
+SMALL_ENCODER = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_attention_heads": 4,
+    "vocab_size": 99,
+    "pad_token_id": 0,
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("bert", {"num_hidden_layers": 2}),
+        # Sliding layers see 4 tokens on each side.
+        (
+            "modernbert",
+            {"num_hidden_layers": 2, "layer_types": ["full_attention", "sliding_attention"], "local_attention": 8},
+        ),
+    ],
+)
+def test_padded_texts_have_the_logits_of_single_ones(name, config):
+    lengths = (40, 23, 7)
+    model = hugging_face((40,), 3, weights=name, pretrained=False, config={**SMALL_ENCODER, **config}).eval()
+    draws = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            weight.data = 0.3 * torch.randn(weight.shape, generator=draws)
+    x = torch.randint(3, 99, (3, 40), generator=draws)
+    with torch.no_grad():
+        alone = torch.cat([model.net(input_ids=ids[None, :n]).logits for ids, n in zip(x, lengths, strict=True)])
+        for row, length in enumerate(lengths):
+            x[row, length:] = -1
+        assert_close(model(x), alone, MAGNIFIED)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "remedy"),
+    [
+        ("deberta-v2", {"num_hidden_layers": 2, "pooler_hidden_size": 32}, "Use another model"),
+        (
+            "modernbert",
+            {"num_hidden_layers": 1, "layer_types": ["full_attention"], "classifier_pooling": "mean"},
+            "Set class",
+        ),
+    ],
+)
+def test_encoders_that_use_the_mask_otherwise_are_refused(name, config, remedy):
+    with pytest.raises(ConfigError, match=f"computes other logits with the masks of all pairs .* {remedy}"):
+        hugging_face((12,), 3, weights=name, pretrained=False, config={**SMALL_ENCODER, **config})

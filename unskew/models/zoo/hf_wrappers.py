@@ -176,10 +176,59 @@ class SequenceClassifier(TextModel):
                 last = (there.sum(-1) - 1).clamp_min(0)
                 at = last[:, None, None].expand(-1, 1, states.shape[-1])
                 return self.net.score(states.gather(1, at).squeeze(1))  # type: ignore[no-any-return]
-            # Build the full mask here: transformers' own code depends on values, which vmap does not support.
-            mask = torch.zeros_like(x, dtype=self.net.dtype).masked_fill(~there, torch.finfo(self.net.dtype).min)
-            mask = mask[:, None, None, :].expand(-1, 1, x.shape[1], -1)
-            return self.net(input_ids=ids, attention_mask=mask).logits  # type: ignore[no-any-return]
+            return self.net(input_ids=ids, attention_mask=self._masks(there)).logits  # type: ignore[no-any-return]
+
+    def _masks(self, there: Tensor) -> Tensor | dict[str, Tensor]:
+        """Return the mask of an encoder's layers, ``[B, 1, L, L]``, or one for each kind of layers if some are local.
+
+        They are built here, because the code of transformers depends on values, which vmap does not support.
+
+        Args:
+            there: Whether there is a token, boolean ``[B, L]``.
+        """
+        hidden, length, config = torch.finfo(self.net.dtype).min, there.shape[1], self.net.config
+        mask = torch.zeros_like(there, dtype=self.net.dtype).masked_fill(~there, hidden)
+        mask = mask[:, None, None, :].expand(-1, 1, length, -1)
+        if "sliding_attention" not in (getattr(config, "layer_types", None) or ()):
+            return mask
+        index = torch.arange(length, device=there.device)
+        far = (index[:, None] - index).abs() > config.sliding_window
+        return {"full_attention": mask, "sliding_attention": mask.masked_fill(far, hidden)}
+
+    def check_masks(self, length: int) -> None:
+        """Validate that an encoder computes with these masks what it computes without padding.
+
+        Args:
+            length: Number of tokens of the longest text.
+
+        Raises:
+            ConfigError: If it does not, because its layers use the mask in another way.
+        """
+        ids = 3 + torch.arange(length)[None] % 3
+        short = min(3, length)
+        texts, training = (ids, ids[:, :short]), self.training
+        self.eval()
+        try:
+            with torch.no_grad():
+                alone = [self.net(input_ids=text, attention_mask=torch.ones_like(text)).logits[0] for text in texts]
+        except Exception:  # the error of the first pass of the run states the cause
+            self.train(training)
+            return
+        padded = torch.cat([ids, F.pad(ids[:, :short], (0, length - short), value=PADDING)])
+        try:
+            with torch.no_grad():
+                difference = (self(padded) - torch.stack(alone)).abs().max()
+            equal = bool(difference <= rounding_tolerance(self.net, torch.stack(alone)))
+        except Exception:  # a model without a mask of this form may raise any error
+            equal = False
+        self.train(training)
+        if not equal:
+            pooling = getattr(self.net.config, "classifier_pooling", "cls")
+            remedy = "Use another model." if pooling == "cls" else "Set classifier_pooling to cls in its config."
+            raise ConfigError(
+                f"{type(self.net).__name__} computes other logits with the masks of all pairs of tokens that unskew passes "
+                f"than without padding. {remedy}"
+            )
 
 
 class ImageClassifier(HuggingFaceModel):

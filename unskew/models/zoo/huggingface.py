@@ -107,7 +107,10 @@ def hugging_face(
         if checkpointing:
             check_checkpointing(net, uses_dropout(net.config) or (factors is not None and factors.dropout > 0))
         if kind == "SequenceClassification":
-            return SequenceClassifier(net, loading)
+            classifier = SequenceClassifier(net, loading)
+            if not hasattr(net, "score"):
+                classifier.check_masks(shape[0])
+            return classifier
         if kind == "CausalLM":
             model = CausalLM(net, loading)
             if model.looks_ahead():
