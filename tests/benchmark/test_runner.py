@@ -11,7 +11,7 @@ import unskew
 from speed.advice_evidence import collect
 from unskew.benchmark.pages import write_pages
 from unskew.benchmark.results import FederationResults, read_results
-from unskew.benchmark.runner import SuiteRuns, Unit
+from unskew.benchmark.runner import SuiteRuns, Unit, own_space, results_of_runs
 from unskew.benchmark.suite import BenchmarkFederation, included, load_suite
 from unskew.benchmark.tables import tuning_table
 from unskew.errors import ConfigError
@@ -112,6 +112,53 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
     assert measured["coordinates"]["clients"] == pytest.approx(np.log10(3), abs=6e-4)  # three decimals
     assert content["tuning_gain"]["federations"] == 1
     assert content["other_federations"] == content["federations"]
+
+
+def test_seeds_that_end_at_different_rounds_and_references_of_other_local_work(suite_file, tmp_path, capsys):
+    """The tuned epochs replace the configured steps; curves have a value for each round of any seed."""
+    pytest.importorskip("optuna")
+    values = yaml.safe_load(suite_file.read_text())
+    changes = {"methods": ["fedavg"], "trials": 1, "space": {"local_epochs": "1:3"}, "federations": ["few.yaml"]}
+    settings = {"early_stopping": 1, "rounds": 8, "lr": 0.5, "network": {"drop": 0.4}}
+    suite_file.write_text(yaml.safe_dump({**values, **changes, "settings": settings}))
+    first = call(capsys, "benchmark", suite_file, "--results", tmp_path / "results")
+    assert first.code == 0, first.err
+    assert "does not apply" not in first.out
+    runs = SuiteRuns(*load_suite(str(suite_file)), tmp_path / "results")
+    assert [unit.method for unit in runs.units()] == ["fedavg", "pooled", "local"]
+    stored = runs.stored()
+    tuned = stored[Unit("few", "fedavg", 1)]
+    fields = {name: value for name, value in {**SETTINGS, **settings}.items() if name != "local_steps"}
+    histories = [unskew.run(**{**fields, **tuned["options"], "seed": seed}).history for seed in (1, 2)]
+    assert tuned["rounds"] == list(range(1, max(map(len, histories)) + 1))
+    for history, curve, sent in zip(histories, tuned["curves"], tuned["bytes"], strict=True):
+        rest = [None] * (len(tuned["rounds"]) - len(history))
+        assert curve == [pytest.approx(row["accuracy"], rel=1e-4) for row in history] + rest
+        assert sent == [row["bytes_up"] + row["bytes_down"] for row in history] + rest
+    [few] = read_results(runs)
+    easier = [{**summary, "accuracy": 0.2} for summary in tuned["summaries"]]
+    few.outcomes["fedavg"] = {**tuned, "summaries": easier}
+    cost = few.cost("fedavg")
+    firsts = [next(row for row in history if row["accuracy"] >= 0.2) for history in histories]
+    assert cost.rounds == np.mean([row["round"] for row in firsts])
+    assert cost.bytes == np.mean([row["bytes_up"] + row["bytes_down"] for row in firsts])
+
+
+def test_scores_are_those_of_the_kept_model():
+    summary = {
+        "objective": "accuracy", "accuracy": 0.4, "kept_accuracy": 0.6, "kept_round": 2, "bytes_up": 1, "bytes_down": 1,
+    }  # fmt: skip
+    assert results_of_runs([summary], [[]])["summaries"][0]["accuracy"] == 0.6
+
+
+def test_the_spaces_of_a_method_with_an_import_path_are_used(suite_file):
+    values = yaml.safe_load(suite_file.read_text())
+    path = "unskew.methods.fedprox.FedProx"
+    suite, _ = load_suite(str(suite_file))
+    changed = suite.model_copy(
+        update={"space": {f"{path}.mu": "5:6", "lr": "0.1:1", "fedprox.mu": values["space"]["fedprox.mu"]}}
+    )
+    assert set(own_space(changed, path)) == {f"{path}.mu", "lr"}
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,8 @@ def test_lower_is_better_turns_the_sign_and_equal_seeds_are_a_tie():
     assert differences["lower"].mean == pytest.approx(1.6 / 3)
     assert differences["lower"].verdict == "better"
     assert paired_differences(values, "base")["lower"].verdict == "worse"
+    equal = paired_differences({"base": [90.0, 80.3, 85.1], "other": [91.0, 81.3, 86.1]}, "base")["other"]
+    assert (equal.mean, equal.verdict) == (pytest.approx(1), "tie")  # no spread, so nothing is decided
 
 
 def test_critical_difference_of_published_tables():

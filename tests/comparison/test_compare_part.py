@@ -5,6 +5,7 @@ import multiprocessing
 import time
 
 import pytest
+import torch
 from support.running import assert_same_run, call
 from support.sites import TINY
 
@@ -90,7 +91,8 @@ def test_an_interrupted_part_continues_its_run(tmp_path):
     assert_same_run(folder / "scaffold" / "seed-0", tmp_path / "alone")
 
 
-def execute_part(part, folder, begin):
+def execute_part(part, folder, begin, threads):
+    torch.set_num_threads(threads)  # another number would round otherwise
     time.sleep(max(0.0, begin - time.time()))  # all at the same time
     compare_part(part, out=folder, **COMPARISON)
 
@@ -98,7 +100,8 @@ def execute_part(part, folder, begin):
 @pytest.mark.slow
 def test_parts_in_several_processes_at_once(tmp_path):
     context, folder, begin = multiprocessing.get_context("spawn"), tmp_path / "parts", time.time() + 10
-    workers = [context.Process(target=execute_part, args=(Part(k, 3), folder, begin)) for k in (1, 2, 3)]
+    threads = torch.get_num_threads()
+    workers = [context.Process(target=execute_part, args=(Part(k, 3), folder, begin, threads)) for k in (1, 2, 3)]
     for worker in workers:
         worker.start()
     for worker in workers:

@@ -103,6 +103,18 @@ def test_the_command_prints_a_table_and_resumes_what_is_missing(table, capsys):
     assert [row["client"] for row in again["leave_one_out"]["clients"]] == ["3", "1"] * 2
 
 
+def test_clients_with_similar_names_and_references_with_own_options(tmp_path, monkeypatch):
+    """Folders of ``<50`` and ``>50`` differ, and options of references, which are not repeated, are no unknown methods."""
+    monkeypatch.chdir(tmp_path)
+    frame = ward_rows(120)
+    frame.assign(site=frame["site"].map({1: "<50", 2: ">50", 3: "all"})).to_csv("h.csv", index=False)
+    options = {"data": "table:h.csv", **DATA, **RUN, "references": True, "overrides": {"local": {"lr": 0.2}}}
+    result = leave_one_out(methods=["fedavg", "local"], seeds=1, out="out", **options)
+    assert {row["client"] for row in result.rows} == {"<50", ">50", "all"}
+    names = sorted(path.name for path in Path("out/leave-one-out").iterdir())
+    assert (len(names), names[-1]) == (3, "all")
+
+
 def test_named_clients_are_unseen(table):
     federation = unskew.load_federation(table, unseen="3", **DATA)
     assert federation.unseen_names == ("3",)

@@ -291,6 +291,8 @@ def test_trying_says_what_held_and_ends_in_time():
     assert "time was up" in str(short)
     with pytest.raises(ConfigError, match="minutes above 0"):
         validate_advice(advice, 0)
+    diverged = replace(trial.tried[0], accuracy=None, baseline=1.5, held=False)
+    assert "(loss -, FedAvg 1.5000)" in str(replace(trial, tried=[diverged], figure="loss"))
 
 
 @pytest.mark.parametrize("objective", ["loss", "worst_client"])

@@ -93,7 +93,8 @@ def test_differences_are_paired_by_seed(compared, page):
     assert len(pairs) == 6
     at = pairs.index(("fedavg", "fedprox:mu=0.5"))
     assert page.column("differences", "last: accuracy, points")[at] == pytest.approx(np.mean(values))
-    assert page.column("differences", "last: 95 % interval")[at] == pytest.approx(interval95(values)[0])
+    low, high = interval95(values)
+    assert page.column("differences", "last: 95 % interval")[at] == f"{low:+.1f} to {high:+.1f}"  # both ends in copies
     other = [s["accuracy"] - b["accuracy"] for s, b in zip(summaries(compared[0], "fedexp+ft"), base, strict=True)]
     p = holm([stats.ttest_1samp(differences, 0).pvalue for differences in (values, other)])
     assert page.column("differences", "last: significant?")[at] == pytest.approx(p[0])
@@ -404,14 +405,16 @@ def test_runs_are_sorted_into_what_may_be_compared(run, tmp_path):
     another("seed", seed=1)
     another("same")
     another("data", data="digits", clients=7)
+    another("label", label="outcome")
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "config.yaml").touch()
     runs, notes = read_runs([tmp_path, run])
-    assert len(runs) == 5
+    assert len(runs) == 6
     assert notes == [f"{tmp_path / 'open'} is not finished and is left out."]
     parts, notes = group_runs(runs)
-    assert [len(part.series) for part in parts] == [1, 2]
-    two = parts[1].series
+    assert [len(part.series) for part in parts] == [1, 1, 2]
+    assert [part.title.rpartition(", ")[2] for part in parts[1:]] == ["label=outcome", "label=none"]
+    two = parts[2].series
     assert sorted(one.label for one in two) == ["fedavg (lr=0.1)", "fedavg (lr=0.5)"]
     assert sorted(len(one.runs) for one in two) == [1, 2]
     assert notes == [f"{tmp_path / 'same'} is left out: {run} is the same run."]

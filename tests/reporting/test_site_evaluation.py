@@ -67,6 +67,7 @@ def test_values_and_intervals_of_each_site_are_in_chart_and_table(folder):
         "75.0 (50.0 to 90.0)",
         "0.3000 (0.2000 to 0.4000)",
     ]
+    assert [cell.value for cell in table.rows[0][4:]] == [75, 0.3]  # copies are in percent, as the title says
     assert texts[2][:2] == ["local", "a"]
     assert len(texts) == 3
     assert table.groups == []

@@ -122,7 +122,10 @@ class FederationResults:
             name: Method expression.
         """
         outcome, rank = self.outcomes[name], self.metric.rank
-        target = rank(statistics.fmean(curve[-1] for curve in self.outcomes[self.baseline]["curves"]))
+        finals = [summary.get(outcome["objective"]) for summary in self.outcomes[self.baseline]["summaries"]]
+        if None in finals:
+            return Cost()
+        target = rank(statistics.fmean(finals))
         first = []
         for curve in outcome["curves"]:
             reached = [i for i, value in enumerate(curve) if value is not None and rank(value) >= target]
@@ -130,10 +133,11 @@ class FederationResults:
                 return Cost()
             first.append(reached[0])
         times: Sequence[Sequence[float]] | None = outcome.get("seconds_simulated")
+        sent = outcome["bytes"] if isinstance(outcome["bytes"][0], list) else [outcome["bytes"]] * len(first)
         seconds = None if times is None else statistics.fmean(own[i] for own, i in zip(times, first, strict=True))
         return Cost(
             statistics.fmean(outcome["rounds"][i] for i in first),
-            statistics.fmean(outcome["bytes"][i] for i in first),
+            statistics.fmean(own[i] for own, i in zip(sent, first, strict=True)),
             seconds,
         )
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from unskew.benchmark.suite import BenchmarkFederation, Suite, missing_file, run_settings
 from unskew.comparison.references import is_local, is_reference, reference_config, without_global_model
+from unskew.comparison.summary_statistics import final_metrics
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
@@ -39,7 +40,7 @@ from unskew.runs.process_pool import Job
 from unskew.runs.run import run_experiment
 from unskew.tasks.primary_metric import WORST, primary_metric_name
 from unskew.tasks.registry import objective_metric
-from unskew.tuning.spaces import SHARED, fixed_fields, spaces_for, split_expression, user_spaces
+from unskew.tuning.spaces import SHARED, fixed_fields, spaces_for, split_expression, user_spaces, without_rival
 from unskew.tuning.tune import tune
 
 VERSION = 1
@@ -108,7 +109,7 @@ class SuiteRuns:
                     chosen.append(self.tuned_unit(federation.name, name))
                     if name in suite.untuned:
                         chosen.append(Unit(federation.name, name, 1))
-        return chosen
+        return [*dict.fromkeys(chosen)]  # with one trial, a tuned unit is the untuned one
 
     def units_of_part(self, units: Sequence[Unit], part: Part) -> list[Unit]:
         """Return the units of a part, federation by federation, with similar numbers of runs in all parts.
@@ -148,7 +149,7 @@ class SuiteRuns:
         method_name = self.suite.baseline if is_reference(name) else name
         if method_name not in self._options:
             spaces = spaces_for(
-                method_name, Experiment(), user_spaces(_own_space(self.suite, method_name), [method_name], {})
+                method_name, Experiment(), user_spaces(own_space(self.suite, method_name), [method_name], {})
             )
             self._options[method_name] = len(spaces.keys() - fixed_fields(spaces).keys())
         more = max(0, self._options[method_name] - COMMON_OPTIONS)
@@ -268,15 +269,20 @@ def run_unit(runs: SuiteRuns, unit: Unit, in_parts: bool, callbacks: Sequence[Ca
     return None
 
 
-def _own_space(suite: Suite, spelling: str) -> dict[str, Any]:
-    """Return the search spaces of the suite that concern a method."""
+def own_space(suite: Suite, spelling: str) -> dict[str, Any]:
+    """Return the search spaces of a suite that concern a method.
+
+    Args:
+        suite: The suite.
+        spelling: Method expression.
+    """
     owners = {name for name, _ in split_expression(spelling)}
-    return {key: value for key, value in suite.space.items() if "." not in key or key.partition(".")[0] in owners}
+    return {key: value for key, value in suite.space.items() if "." not in key or key.rpartition(".")[0] in owners}
 
 
 def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of tuning a method and running it with fresh seeds."""
-    space = _own_space(suite, unit.method)
+    space = own_space(suite, unit.method)
     shares_images = any(rule.generates_data for rule in method(unit.method).data)
     with tempfile.TemporaryDirectory() as folder:
         result = tune(
@@ -303,12 +309,17 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
 def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome:
     """Return the outcome of a reference, which uses the tuned training options of the baseline."""
     suite = runs.suite
-    baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))
+    try:
+        baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))
+    except DataError as error:  # a corrupted file is no reason why the reference does not fit the data
+        raise EngineError(str(error)) from error
     if baseline is None or "options" not in baseline:
         raise EngineError(f"{unit.method} uses the options of {suite.baseline}, which has no outcome. Run it first.")
     options = {name: value for name, value in baseline["options"].items() if name in SHARED}
     share, alone = experiment(settings).participation, is_local(unit.method)
     spelling = unit.method if alone or share == 1 else f"{unit.method}:participation={share:g}"
+    for name in options:
+        settings = without_rival(settings, name)
     summaries, histories = [], []
     for seed in suite.seeds:
         values = {**settings, **options, "seed": seed, "method": spelling}
@@ -323,10 +334,14 @@ def results_of_runs(
 ) -> Outcome:
     """Return the metrics, curves and traffic of runs with different seeds, rounded to five digits.
 
+    Metrics are those of the kept model. Curves have a value for each round that was evaluated with any seed, None where a
+    run has none, because it stopped early or its metric is undefined. Bytes are listed for each seed if they differ.
+
     Args:
         summaries: Summary of each run.
         histories: History of each run, one row per round; empty without a global model.
     """
+    summaries = [*map(final_metrics, summaries)]
     objective = objective_metric(summaries[0]).name
     name = primary_metric_name(summaries[0]) if objective == WORST else objective
     names = [f"{whose}_{name}_{what}" for whose in ("client", "personal") for what in ("mean", "worst")]
@@ -335,15 +350,21 @@ def results_of_runs(
         | {"bytes": summary["bytes_up"] + summary["bytes_down"], "diverged": bool(summary.get("diverged"))}
         for summary in summaries
     ]
-    scored = [[row for row in history if row.get(objective) is not None] for history in histories]
-    curves: Outcome = {
-        "rounds": [row["round"] for row in scored[0]],
-        "bytes": [row["bytes_up"] + row["bytes_down"] for row in scored[0]],
-        "curves": [[_rounded(row[objective]) for row in rows] for rows in scored],
+    scored = [{row["round"]: row for row in history if row.get(objective) is not None} for history in histories]
+    rounds = sorted({round for rows in scored for round in rows})
+
+    def curves(value: Callable[[Mapping[str, Any]], float | None]) -> list[list[float | None]]:
+        return [[value(rows[round]) if round in rows else None for round in rounds] for rows in scored]
+
+    sent = curves(lambda row: row["bytes_up"] + row["bytes_down"])
+    results: Outcome = {
+        "rounds": rounds,
+        "bytes": sent[0] if all(own == sent[0] for own in sent) else sent,
+        "curves": curves(lambda row: _rounded(row[objective])),
     }
-    if scored[0] and "seconds_simulated" in scored[0][0]:
-        curves["seconds_simulated"] = [[_rounded(row["seconds_simulated"]) for row in rows] for rows in scored]
-    return {"objective": objective, "client_metric": name, "summaries": metrics, **curves}
+    if any("seconds_simulated" in row for row in scored[0].values()):
+        results["seconds_simulated"] = curves(lambda row: _rounded(row["seconds_simulated"]))
+    return {"objective": objective, "client_metric": name, "summaries": metrics, **results}
 
 
 def _rounded(value: float | None) -> float | None:

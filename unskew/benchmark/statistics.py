@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 from scipy import stats
 
-from unskew.comparison.significance import LEVEL, holm
+from unskew.comparison.significance import LEVEL, are_equal, holm
 
 RESAMPLES = 10_000
 """Bootstrap samples of a mean over federations."""
@@ -76,9 +76,9 @@ def paired_differences(
 def _difference(values: np.ndarray) -> Difference:
     """Return the mean, interval and uncorrected p-value of paired differences."""
     mean, count = float(values.mean()), len(values)
+    if are_equal(values.tolist()):  # no spread to test against
+        return Difference(mean, mean, mean, 1.0)
     error = float(values.std(ddof=1)) / math.sqrt(count)
-    if error == 0:  # equal differences in all seeds: no spread to test against
-        return Difference(mean, mean, mean, 1.0 if mean == 0 else 0.0)
     half = float(stats.t.ppf(1 - LEVEL / 2, count - 1)) * error
     p = 2 * float(stats.t.sf(abs(mean) / error, count - 1))
     return Difference(mean, mean - half, mean + half, p)

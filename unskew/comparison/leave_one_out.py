@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -112,11 +114,14 @@ def leave_one_out(
     first = complete.ranked[next(iter(complete.ranked))][0]
     name = client_metric(first).name
     by_method: dict[str, list[dict[str, Any]]] = {method: [] for method in complete.ranked}
-    methods = [entry for entry in options.pop("methods") if not is_reference(method_expression(entry))]
+    named = options.pop("methods")
+    methods = [e for e in ([named] if isinstance(named, str) else named) if not is_reference(method_expression(e))]
+    own_options = options.pop("overrides", None) or {}
+    options["overrides"] = {name: values for name, values in own_options.items() if not is_reference(name)}
     for once in ("references", "budget_minutes", "on_estimate"):
         options.pop(once, None)
-    for site in sites:
-        own = None if folder is None else folder / FOLDER / folder_name(site)
+    for site, name_of_folder in zip(sites, distinct_folder_names(sites), strict=True):
+        own = None if folder is None else folder / FOLDER / name_of_folder
 
         def run_callbacks(method: str, seed: int, config: Experiment, site: str = site) -> Sequence[Callback]:
             return [] if callback_factory is None else callback_factory(f"{method} without {site}", seed, config)
@@ -131,6 +136,23 @@ def leave_one_out(
     if folder is not None:
         write_atomic(folder / f"{FOLDER}.json", (json.dumps(result.as_json(), indent=2) + "\n").encode())
     return result
+
+
+def distinct_folder_names(sites: Sequence[str]) -> list[str]:
+    """Return a folder name for each client; where those of several are equal on some file system, with a hash.
+
+    Args:
+        sites: Names of the clients.
+
+    >>> distinct_folder_names(["north", "<50", ">50"])
+    ['north', '-50-92b5e9', '-50-956eee']
+    """
+    names = [folder_name(site) for site in sites]
+    counts = Counter(name.casefold() for name in names)
+    return [
+        name if counts[name.casefold()] == 1 else f"{name}-{hashlib.sha256(site.encode()).hexdigest()[:6]}"
+        for name, site in zip(names, sites, strict=True)
+    ]
 
 
 def left_out_clients(federation: Federation, chosen: Unseen, redrawn: bool) -> list[str]:

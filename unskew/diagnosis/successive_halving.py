@@ -18,11 +18,10 @@ from unskew.errors import ConfigError, short_repr
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback, Row
 from unskew.runs.run import run_experiment
+from unskew.tasks.formatting import format_number
 from unskew.tasks.primary_metric import WORST, metric_info
 from unskew.tasks.registry import objective_metric
 
-CANDIDATES = 7
-"""Maximum number of suggested methods that are tested."""
 BASELINE = "fedavg"
 VERDICTS = {True: "confirmed", False: "not confirmed", None: "not decided"}
 """Words for the outcome of a suggestion."""
@@ -109,7 +108,11 @@ class AdviceTrial:
         """Return one line per method, and the number of confirmed suggestions."""
         lines = [
             f"{t.method}: {VERDICTS[t.held]} after {t.rounds} rounds"
-            + (f" ({self.figure} {t.accuracy:.4f}, FedAvg {t.baseline:.4f})" if t.held is not None else "")
+            + (
+                f" ({self.figure} {format_number(t.accuracy)}, FedAvg {format_number(t.baseline)})"
+                if t.held is not None
+                else ""
+            )
             for t in self.tried
         ]
         return "\n".join([*lines, self.verdict()])
@@ -142,7 +145,7 @@ def validate_advice(
         ConfigError: If ``minutes`` is not a time, or there is nothing to validate or no held-out samples.
     """
     check_minutes(minutes)
-    advised = [suggestion.method for suggestion in advice.suggestions[:CANDIDATES] if suggestion.method != BASELINE]
+    advised = [suggestion.method for suggestion in advice.suggestions if suggestion.method != BASELINE]
     if not advised:
         raise ConfigError("Nothing to validate: no applicable method was recommended.")
     if not advice.setting.config.eval_clients or not any_held_out(advice.setting.federation.clients):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -20,9 +20,10 @@ PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
 SHARED = (
     *(*PLACE, "max_classes", "max_train_samples", "image_size", "holdout", "reserve_test_samples", "model_options"),
-    *("unseen", "shift"),
+    *("unseen", "shift", "label", "label_separator", "image", "task", "split_by", "csv"),
+    *("text", "segmentation", "survival"),
 )
-"""Fields that all runs of a group share."""
+"""Fields that all runs of a group share: they determine the samples, their outcomes, and the model."""
 HOW = (
     *("seed", "method", "engine", "workers", "graphs", "stall_warning_seconds", "device", "trackers", "target"),
     *("checkpoint_every", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from"),
@@ -116,7 +117,18 @@ def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
             method_runs.runs.sort(key=lambda run: run.summary["seed"])
         disambiguate_names(series)
         parts.append(RunGroup(_title(series[0].runs[0]), order_methods(series), _target(series)))
-    return parts, notes
+    return distinguish_titles(parts), notes
+
+
+def distinguish_titles(groups: Sequence[RunGroup]) -> list[RunGroup]:
+    """Return groups in which equal titles are followed by the fields in which the groups differ."""
+    distinct = []
+    for group in groups:
+        configs = [other.runs[0].config for other in groups if other.title == group.title]
+        names = [name for name in SHARED if len({_key(config.get(name)) for config in configs}) > 1]
+        fields = [f"{name}={plain_value(group.runs[0].config.get(name))}" for name in names]
+        distinct.append(replace(group, title=", ".join([group.title, *fields])))
+    return distinct
 
 
 def _key(value: object) -> str:

@@ -132,7 +132,7 @@ def _cell(row: EvaluationRow | None) -> Cell:
         return Cell("-")
     info = metric_info(row.metric)
     ends = "" if row.low is None or row.high is None else f" ({interval_text(info, (row.low, row.high))})"
-    return Cell(f"{value_text(info, row.value, sign='')}{ends}", row.value)
+    return Cell(f"{value_text(info, row.value, sign='')}{ends}", 100 * row.value if info.percent else row.value)
 
 
 def refusals(part: RunGroup) -> list[str]:

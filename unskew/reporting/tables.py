@@ -255,7 +255,7 @@ def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:
         return [cell, Cell("needs 2 seeds"), Cell("-")]
     if are_equal(values):
         return [cell, Cell("-"), Cell("equal in all seeds")]
-    return [cell, Cell(interval_text(judge, interval, "+"), factor * interval[0]), Cell("-")]
+    return [cell, Cell(interval_text(judge, interval, "+")), Cell("-")]
 
 
 def target_table(part: RunGroup) -> Table | None:

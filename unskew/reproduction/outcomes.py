@@ -85,7 +85,7 @@ class _Line(pydantic.BaseModel):
     client_metric: str = ""
     summaries: list[_Scores] = []
     rounds: list[int] = []
-    bytes: list[float] = []
+    bytes: list[float] | list[list[float | None]] = []
     curves: list[list[float | None]] = []
     seconds: float = 0.0
     seconds_simulated: list[list[float | None]] = []
@@ -98,7 +98,9 @@ class _Line(pydantic.BaseModel):
         count = len(seeds) if isinstance(seeds, list) else len(self.summaries)
         if "summaries" in self.model_fields_set and not count == len(self.summaries) == len(self.curves) > 0:
             raise ValueError("it must have a summary and a curve of each seed")
-        if {len(self.bytes), *map(len, self.curves), *map(len, self.seconds_simulated)} != {rounds}:
+        # Bytes are those of each seed if they differ.
+        sent = {len(own) if isinstance(own, list) else len(self.bytes) for own in self.bytes} or {0}
+        if sent | {len(own) for own in (*self.curves, *self.seconds_simulated)} != {rounds}:
             raise ValueError("its rounds, bytes and curves must have equal lengths")
         return self
 
@@ -257,7 +259,9 @@ def _line(run: dict[str, Any], result: dict[str, Any], device: str = "cpu") -> b
     """Return the line of an outcome."""
     machine = {"torch": torch.__version__, "python": platform.python_version(), "cores": os.cpu_count()}
     machine |= {} if device == "cpu" else {"device": device}
-    return (json.dumps({"run": run, **result, "made_with": machine}) + "\n").encode()
+    line = {"run": run, **result, "made_with": machine}
+    _Line.model_validate(line)  # a line that no command could read would make its whole file useless
+    return (json.dumps(line) + "\n").encode()
 
 
 def _table_lock(path: Path) -> AbstractContextManager[None]:
