@@ -13,7 +13,7 @@ from support.sites import TINY, LoopPlace, deployed
 import unskew
 from unskew.deployment.wire.context import has_shape
 from unskew.deployment.wire.tensor_codec import decode_record, encode_tensor
-from unskew.errors import UnskewError
+from unskew.errors import EngineError, UnskewError
 from unskew.methods.registry import METHODS, method
 from unskew.protocol.rules import WithServerHalf
 from unskew.simulation.broadcaster import Broadcaster
@@ -118,7 +118,8 @@ def test_a_site_rejects_what_its_method_does_not_send(entry, tensor, why, values
 
 def test_a_site_reports_no_losses_on_few_samples(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, **FOMO, "max_train_samples": 30}, statistics={"min_count": 10})
-    deployed(tmp_path, place, **FOMO, max_train_samples=30)
+    with pytest.raises(EngineError, match="3 replies were rejected"):
+        deployed(tmp_path, place, **FOMO, max_train_samples=30)
     replies = [frame for _, frame in place.link.received if frame.kind in ("update", "refused")]
     assert {reply.kind for reply in replies} == {"refused"}
     assert all("losses on few samples reveal them" in reply.config["reason"] for reply in replies)
