@@ -104,7 +104,7 @@ def test_the_command_prints_a_table_and_resumes_what_is_missing(table, capsys):
 
 
 def test_clients_with_similar_names_and_references_with_own_options(tmp_path, monkeypatch):
-    """Folders of ``<50`` and ``>50`` differ, and options of references, which are not repeated, are no unknown methods."""
+    """``<50`` and ``>50`` get different folders; options of references, which are not repeated, raise no error."""
     monkeypatch.chdir(tmp_path)
     frame = ward_rows(120)
     frame.assign(site=frame["site"].map({1: "<50", 2: ">50", 3: "all"})).to_csv("h.csv", index=False)

@@ -311,7 +311,7 @@ def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome
     suite = runs.suite
     try:
         baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))
-    except DataError as error:  # a corrupted file is no reason why the reference does not fit the data
+    except DataError as error:  # else the error would be stored as the reason why the reference is not applicable
         raise EngineError(str(error)) from error
     if baseline is None or "options" not in baseline:
         raise EngineError(f"{unit.method} uses the options of {suite.baseline}, which has no outcome. Run it first.")

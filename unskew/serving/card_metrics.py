@@ -134,8 +134,8 @@ def summaries(folder: Path) -> list[dict[str, Any]]:
     others = []
     if re.fullmatch(r"seed-\d+", folder.resolve().name):
         own, this = without_seed(folder), folder.resolve()
-        beside = sorted(path for path in this.parent.glob("seed-*") if path != this)
-        others = [path for path in beside if (path / "summary.json").is_file() and without_seed(path) == own]
+        siblings = sorted(path for path in this.parent.glob("seed-*") if path != this)
+        others = [path for path in siblings if (path / "summary.json").is_file() and without_seed(path) == own]
     runs = [read_summary(path) for path in (folder, *others)]
     return [{k: v for k, v in own.items() if not (privacy_sentences(own) and CLIENT_METRIC.match(k))} for own in runs]
 

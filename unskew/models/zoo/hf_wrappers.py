@@ -214,11 +214,12 @@ class SequenceClassifier(TextModel):
         except Exception:  # the error of the first pass of the run states the cause
             self.train(training)
             return
+        expected = torch.stack(alone)
         padded = torch.cat([ids, F.pad(ids[:, :short], (0, length - short), value=PADDING)])
         try:
             with torch.no_grad():
-                difference = (self(padded) - torch.stack(alone)).abs().max()
-            equal = bool(difference <= rounding_tolerance(self.net, torch.stack(alone)))
+                difference = (self(padded) - expected).abs().max()
+            equal = bool(difference <= rounding_tolerance(self.net, expected))
         except Exception:  # a model without a mask of this form may raise any error
             equal = False
         self.train(training)
