@@ -15,7 +15,9 @@ from unskew.benchmark.runner import SuiteRuns, Unit, own_space, results_of_runs
 from unskew.benchmark.suite import BenchmarkFederation, included, load_suite
 from unskew.benchmark.tables import tuning_table
 from unskew.errors import ConfigError
-from unskew.reproduction.outcomes import append_outcome
+from unskew.folder_locks import folder_lock
+from unskew.reproduction.outcomes import append_outcome, identity_hash
+from unskew.tuning.trial_runner import TrialReporter
 
 SETTINGS = {
     "data": "digits",
@@ -142,6 +144,64 @@ def test_seeds_that_end_at_different_rounds_and_references_of_other_local_work(s
     firsts = [next(row for row in history if row["accuracy"] >= 0.2) for history in histories]
     assert cost.rounds == np.mean([row["round"] for row in firsts])
     assert cost.bytes == np.mean([row["bytes_up"] + row["bytes_down"] for row in firsts])
+
+
+def test_an_interrupted_unit_continues_with_its_trials(suite_file, tmp_path, monkeypatch):
+    """The folder of its trials is removed with the outcome, which is that of an uninterrupted unit."""
+    pytest.importorskip("optuna")
+    suite, federations = load_suite(str(suite_file))
+    whole, parted = (SuiteRuns(suite, federations, tmp_path / name) for name in ("whole", "parted"))
+    unit, fitting = Unit("few", "fedprox", 2), Unit("few", "fedper", 2)
+    assert [*whole.carry_out([unit])] == [(unit, None)]
+    assert not whole.unfinished.exists()
+
+    rounds = []
+    round_of = TrialReporter.round
+
+    def interrupted(self, row):
+        rounds.append((self.trial.number, row["round"]))
+        if len(rounds) == 6:
+            raise KeyboardInterrupt
+        round_of(self, row)
+
+    monkeypatch.setattr(TrialReporter, "round", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        [*parted.carry_out([unit])]
+    [folder] = parted.unfinished.iterdir()
+    (folder / "seconds.json").write_text("1000.0")
+    assert [*parted.carry_out([unit])] == [(unit, None)]
+    assert rounds[:6] == [(0, 1), (0, 2), (0, 3), (0, 4), (1, 1), (1, 2)]
+    assert {number for number, _ in rounds[6:]} == {1}
+    assert not parted.unfinished.exists()
+    [expected], [found] = whole.stored().values(), parted.stored().values()
+    assert found.pop("seconds") > 1000.0 > expected.pop("seconds")
+    assert found == expected
+
+    # A folder of another version does not fit: its unit is repeated. A method that does not fit leaves no folder.
+    for each in (unit, fitting):
+        foreign = parted.unfinished / f"few-{identity_hash(parted.identity(each))}"
+        foreign.mkdir(parents=True)
+        (foreign / "plan.json").write_text('{"lr": 7}')
+    (tmp_path / "parted" / "few.jsonl").unlink()
+    assert [*parted.carry_out([unit, fitting])] == [(unit, None), (fitting, None)]
+    stored = parted.stored()
+    assert stored[unit]["summaries"] == expected["summaries"]
+    assert "fedper" in stored[fitting]["not_applicable"]
+    assert not parted.unfinished.exists()
+
+
+def test_a_unit_of_another_command_is_not_repeated(suite_file, tmp_path):
+    suite, federations = load_suite(str(suite_file))
+    runs, unit = SuiteRuns(suite, federations, tmp_path / "results"), Unit("few", "fedavg", 1)
+    folder = runs.unfinished / f"few-{identity_hash(runs.identity(unit))}"
+    folder.mkdir(parents=True)
+    with folder_lock(folder):
+        [(_, failure)] = runs.carry_out([unit])
+    assert "Another process is working in" in failure
+    assert not runs.stored()
+    append_outcome(runs.results, "few", runs.identity(unit), {"not_applicable": "stored by it"})
+    assert [*runs.carry_out([unit])] == [(unit, None)]
+    assert runs.stored()[unit]["not_applicable"] == "stored by it"
 
 
 def test_scores_are_those_of_the_kept_model():

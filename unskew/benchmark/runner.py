@@ -1,16 +1,19 @@
 """Execution of a benchmark suite: one unit per federation and method, which tunes the method and runs fresh seeds.
 
 Each finished unit is appended to the JSON Lines file of its federation, with everything that determines its numbers. Run
-the suite again to continue: stored units are not repeated. Units of a part (``--part``) have files of their own, because
-several machines may write at the same time; the next command without ``--part`` moves them to the file of the federation.
+the suite again to continue: stored units are not repeated, and an interrupted unit continues with the trials that it has
+finished, which are in a folder next to the results. Units of a part (``--part``) have files of their own, because several
+machines may write at the same time; the next command without ``--part`` moves them to the file of the federation.
 """
 
 from __future__ import annotations
 
+import json
 import math
-import tempfile
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError, EngineError
+from unskew.folder_locks import is_occupied, output_folder
 from unskew.methods.registry import method
 from unskew.records.recorder import Callback
 from unskew.reproduction.outcomes import (
@@ -74,6 +78,9 @@ class SuiteRuns:
         federations: Federations of the suite.
         results: Folder of the outcomes.
         data: Folder of the data files, or None.
+
+    Attributes:
+        unfinished: Folder of the trials of units that were interrupted, next to ``results``.
     """
 
     def __init__(
@@ -82,6 +89,7 @@ class SuiteRuns:
         self.suite = suite
         self.federations = {federation.name: federation for federation in federations}
         self.results = results
+        self.unfinished = results.with_name(f"{results.resolve().name}.unfinished")
         self.data = None if data is None else data.absolute()
         self._options: dict[str, int] = {}
 
@@ -233,7 +241,11 @@ class SuiteRuns:
             Each finished unit, and the error with which it failed or None.
         """
         works = [Job(unit, run_unit, (unit, in_parts), after=self._before(unit, units)) for unit in units]
-        yield from execute_jobs(works, num_parallel_jobs(parallel, len(units)), self)
+        try:
+            yield from execute_jobs(works, num_parallel_jobs(parallel, len(units)), self)
+        finally:
+            with suppress(OSError):
+                self.unfinished.rmdir()  # if it is empty
 
     def _before(self, unit: Unit, units: Sequence[Unit]) -> tuple[Unit, ...]:
         """Return the unit of the baseline, whose options a reference uses, if it is yet to run."""
@@ -254,19 +266,55 @@ def run_unit(runs: SuiteRuns, unit: Unit, in_parts: bool, callbacks: Sequence[Ca
         The error with which the unit failed; None if its outcome was stored. If the method does not fit the data, the
         outcome is the reason.
     """
-    started = time.perf_counter()
     settings = run_settings(runs.suite, runs.federations[unit.federation], runs.data)
     settings.setdefault("eval_every", max(1, math.ceil(experiment(settings).rounds / POINTS)))
+    compute = _reference if is_reference(unit.method) else _tuned
+    folder = runs.unfinished / f"{unit.federation}-{identity_hash(runs.identity(unit))}"
+    store = write_outcome if in_parts else append_outcome
     try:
-        outcome = _reference(runs, unit, settings) if is_reference(unit.method) else _tuned(runs.suite, unit, settings)
-    except (ConfigError, DataError) as error:
-        outcome = {"not_applicable": str(error)}
+        with output_folder(folder, True, lambda: (folder / "study.db").exists()), _stopwatch(folder) as seconds:
+            if read_outcome(runs.results, runs.identity(unit)) is None:  # else another command has finished it
+                outcome = _result_or_reason(compute, runs, unit, settings, folder)
+                store(runs.results, unit.federation, runs.identity(unit), outcome | {"seconds": round(seconds(), 1)})
+            shutil.rmtree(folder)
     except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
         return f"{type(error).__name__}: {error}"
-    outcome["seconds"] = round(time.perf_counter() - started, 1)
-    store = write_outcome if in_parts else append_outcome
-    store(runs.results, unit.federation, runs.identity(unit), outcome)
     return None
+
+
+def _result_or_reason(
+    compute: Callable[..., Outcome], runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path
+) -> Outcome:
+    """Return the outcome of a unit, or the reason why the method does not fit the data.
+
+    A folder that an earlier command left may be of another version of unskew. If the unit fails, it is repeated without it.
+    """
+    continues = is_occupied(folder)
+    try:
+        return compute(runs, unit, settings, folder)
+    except (ConfigError, DataError) as error:
+        if not continues:
+            return {"not_applicable": str(error)}
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != ".lock":
+            path.unlink()
+    return _result_or_reason(compute, runs, unit, settings, folder)
+
+
+@contextmanager
+def _stopwatch(folder: Path) -> Iterator[Callable[[], float]]:
+    """Context manager that returns a clock; in ``folder``, the next command continues with its seconds."""
+    path = folder / "seconds.json"
+    started = time.perf_counter()
+    with suppress(OSError, ValueError, TypeError):
+        started -= max(0.0, float(json.loads(path.read_text(encoding="utf-8"))))
+    try:
+        yield lambda: time.perf_counter() - started
+    finally:
+        if is_occupied(folder):
+            path.write_text(json.dumps(round(time.perf_counter() - started, 1)), encoding="utf-8")
 
 
 def own_space(suite: Suite, spelling: str) -> dict[str, Any]:
@@ -280,21 +328,20 @@ def own_space(suite: Suite, spelling: str) -> dict[str, Any]:
     return {key: value for key, value in suite.space.items() if "." not in key or key.rpartition(".")[0] in owners}
 
 
-def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
-    """Return the outcome of tuning a method and running it with fresh seeds."""
-    space = own_space(suite, unit.method)
-    shares_images = any(rule.generates_data for rule in method(unit.method).data)
-    with tempfile.TemporaryDirectory() as folder:
-        result = tune(
-            methods=[unit.method],
-            trials=unit.trials,
-            seeds=suite.seeds,
-            seed=suite.tuning_seed,
-            search_space=space,
-            references=False,
-            out=Path(folder) / "tuning" if shares_images else None,  # trials share the images of a folder
-            **settings,
-        )
+def _tuned(runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path) -> Outcome:
+    """Return the outcome of tuning a method and running it with fresh seeds, in a folder whose trials are used."""
+    suite = runs.suite
+    result = tune(
+        methods=[unit.method],
+        trials=unit.trials,
+        seeds=suite.seeds,
+        seed=suite.tuning_seed,
+        search_space=own_space(suite, unit.method),
+        references=False,
+        out=folder,
+        resume=True,
+        **settings,
+    )
     [tuned], [summaries] = result.tuned.values(), result.comparison.summaries.values()
     [histories] = result.comparison.histories.values()
     return {
@@ -306,8 +353,8 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any]) -> Outcome:
     }
 
 
-def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome:
-    """Return the outcome of a reference, which uses the tuned training options of the baseline."""
+def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path) -> Outcome:
+    """Return the outcome of a reference, which uses the tuned training options of the baseline and no folder."""
     suite = runs.suite
     try:
         baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))
