@@ -135,8 +135,8 @@ class _Work:
         """Generate the set; images of finished clients are read from the folder."""
         recipe, folder = self.recipe, self.folder
         if recipe.privacy is not None:
-            largest = max(self.federation.clients[k].num_samples for k in recipe.sharing)
-            recipe.privacy.check_delta(max(1, round(recipe.rho * largest)), self.warn)
+            sizes = [self.federation.clients[k].num_samples for k in recipe.sharing]
+            recipe.privacy.check_delta(sizes, recipe.rho, self.warn)
         parts: list[tuple[Tensor, Tensor]] = []
         epsilons: dict[int, float] = {}
         began, before = time.perf_counter(), 0.0
@@ -286,7 +286,8 @@ def draw_subset(num_samples: int, rho: float, seed: int, client: int, secret: Se
     """Draw ``rho n`` (rounded, at least one) indices of a client's samples, uniformly without replacement, ascending.
 
     From a secret key, each sample is drawn with probability ``rho`` independently of the others (at least one). So one sample
-    more changes at most one sample of the subset, as the guarantee for a sample that is added or removed requires.
+    more changes at most one sample of the subset, as the guarantee for a sample that is added or removed requires; except if
+    no other one is drawn, see ``PrivacyOptions.check_delta``.
 
     Args:
         num_samples: Number ``n`` of samples of the client.

@@ -181,10 +181,17 @@ def test_what_is_said_never_understates_and_a_useless_delta_is_named():
     said = PrivacyOptions(epsilon=20.0).sentence(10.01, "")
     assert "is (10.1, 1e-05)-differentially private" in said
     told = []
-    PrivacyOptions(epsilon=1.0, delta=0.02).check_delta(49, told.append)
+    private = PrivacyOptions(epsilon=1.0, delta=0.02)
+    private.check_delta([20, 98], 0.5, told.append)
     assert not told
-    PrivacyOptions(epsilon=1.0, delta=0.02).check_delta(50, told.append)
-    assert "is too large for generators of up to 50 samples" in told[0]
+    private.check_delta([20, 100], 0.5, told.append)
+    assert "is too large for generators of up to 50 samples" in told.pop()
+    private.check_delta([6, 98], 0.5, told.append)  # 2^-6 = 0.016
+    assert not told
+    private.check_delta([5, 98], 0.5, told.append)
+    assert "is too small for clients with 5 samples: with probability 0.031, rho=0.5 draws none" in told.pop()
+    private.check_delta([1], 1.0, told.append)
+    assert not told
 
 
 @pytest.mark.parametrize("option", ["epsilon", "noise_multiplier", "epsilon=1,clip"])

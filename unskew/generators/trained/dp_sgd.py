@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Annotated, Any, Literal
 
@@ -73,17 +73,28 @@ class PrivacyOptions:
             f"that client, added or removed (DP-SGD, clip {self.clip:g}, accountant {self.accountant}); {share}"
         )
 
-    def check_delta(self, num_samples: int, warn: Callable[[str], None]) -> None:
-        """Warn if ``delta`` is so large that a generator could reveal whole samples.
+    def check_delta(self, sizes: Sequence[int], rho: float, warn: Callable[[str], None]) -> None:
+        """Warn if ``delta`` is so large that a generator could reveal whole samples, or too small for few samples.
+
+        A generator needs a sample. If none of ``n`` is drawn, one is used nevertheless, which another one might replace if a
+        sample is added. The guarantee does not cover this case, of probability ``(1 - rho)^n``.
 
         Args:
-            num_samples: Number of training samples of the generator.
-            warn: Called with the warning.
+            sizes: Number of samples of each client.
+            rho: Probability that a sample is among those of the generator.
+            warn: Called with each warning.
         """
+        num_samples, fewest = max(1, round(rho * max(sizes))), min(sizes)
         if self.delta * num_samples >= 1:
             warn(
                 f"delta={self.delta:g} is too large for generators of up to {num_samples} samples: it would allow revealing "
                 f"each sample with this probability. Use delta well below {1 / num_samples:.2g}."
+            )
+        if (1 - rho) ** fewest >= self.delta:
+            warn(
+                f"delta={self.delta:g} is too small for clients with {fewest} samples: with probability "
+                f"{(1 - rho) ** fewest:.2g}, rho={rho:g} draws none of them, and the guarantee does not hold. Use a larger "
+                "rho, or exclude these clients with refuse."
             )
 
 
