@@ -263,8 +263,9 @@ class HuggingFaceTokenizer:
         template = self.tokenizer.get_chat_template()
         if TIME_FUNCTION not in template:
             return {}
-        codes = [f"%{code}" for code in "aAbBcdDeFHIjmMpSTxXyY"] + [f"%-{code}" for code in "dHIjmMS"]
-        filters = " | ".join(f'replace("{code}", "{CHAT_DATE.strftime(code)}")' for code in codes)
+        codes = {f"%{code}": CHAT_DATE.strftime(f"%{code}") for code in "aAbBcdDeFHIjmMpSTxXyY"}
+        codes |= {f"%-{code}": codes[f"%{code}"].lstrip("0") or "0" for code in "dHIjmMS"}  # not known on Windows
+        filters = " | ".join(f'replace("{code}", "{value}")' for code, value in codes.items())
         macro = f"{{% macro {TIME_FUNCTION}(format) %}}{{{{ format | {filters} }}}}{{% endmacro %}}{{{{ '' }}}}"
         return {"chat_template": macro + template}
 

@@ -133,17 +133,16 @@ class CausalLM(TextModel):
         Raises:
             ConfigError: If the model cannot, because it has no positions, or no mask of any form.
         """
-        self.packed, training = True, self.training
+        self.packed = True
         self.longest_text = max(longest, 1)
         try:
-            with torch.no_grad():
-                joined = self.eval()(torch.tensor([[3, 4, 5, SEPARATOR, 4, 3]]))[0]
+            with evaluating(self):
+                joined = self(torch.tensor([[3, 4, 5, SEPARATOR, 4, 3]]))[0]
                 alone = torch.cat([self(torch.tensor([ids]))[0] for ids in ([3, 4, 5], [4, 3])])
             difference = (torch.cat([joined[:3], joined[4:]]) - alone).abs().max()
             equal = bool(difference <= rounding_tolerance(self.net, alone))
         except Exception:  # a model without these arguments may raise any error
             equal = False
-        self.train(training)
         if not equal or getattr(self.net.config, "sliding_window", None):
             raise ConfigError(
                 f"text.pack joins texts in one row, but {type(self.net).__name__} cannot separate them by a mask and "
@@ -152,10 +151,8 @@ class CausalLM(TextModel):
 
     def looks_ahead(self) -> bool:
         """Return whether a token changes the logits before it, as in masked language models (not causal)."""
-        training = self.training
-        with torch.no_grad():
-            first_output, other = self.eval()(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
-        self.train(training)
+        with evaluating(self):
+            first_output, other = self(torch.tensor([[3, 3, 3, 3], [3, 3, 3, 4]]))[:, :3]
         return not torch.allclose(first_output, other, rtol=0, atol=1e-4)
 
 
@@ -206,23 +203,22 @@ class SequenceClassifier(TextModel):
         """
         ids = 3 + torch.arange(length)[None] % 3
         short = min(3, length)
-        texts, training = (ids, ids[:, :short]), self.training
-        self.eval()
         try:
-            with torch.no_grad():
-                alone = [self.net(input_ids=text, attention_mask=torch.ones_like(text)).logits[0] for text in texts]
+            with evaluating(self):
+                alone = [
+                    self.net(input_ids=text, attention_mask=torch.ones_like(text)).logits[0]
+                    for text in (ids, ids[:, :short])
+                ]
         except Exception:  # the error of the first pass of the run states the cause
-            self.train(training)
             return
         expected = torch.stack(alone)
         padded = torch.cat([ids, F.pad(ids[:, :short], (0, length - short), value=PADDING)])
         try:
-            with torch.no_grad():
+            with evaluating(self):
                 difference = (self(padded) - expected).abs().max()
             equal = bool(difference <= rounding_tolerance(self.net, expected))
         except Exception:  # a model without a mask of this form may raise any error
             equal = False
-        self.train(training)
         if not equal:
             pooling = getattr(self.net.config, "classifier_pooling", "cls")
             remedy = "Use another model." if pooling == "cls" else "Set classifier_pooling to cls in its config."
@@ -285,6 +281,18 @@ class ImageClassifier(HuggingFaceModel):
             json.dumps(self.preprocessing, indent=2) + "\n", encoding="utf-8"
         )
         return folder
+
+
+@contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Context manager in which a module is in eval mode and computes no gradients."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)
 
 
 def check_parts(net: Any) -> None:
