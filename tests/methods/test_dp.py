@@ -221,6 +221,13 @@ def test_a_run_that_starts_from_another_adds_its_privacy(tmp_path):
     other = run(method.replace("1.2", "2.4"), rounds=3, start_from=str(tmp_path / "a"))
     both = [GaussianRounds(1.2, 1.0, 2), GaussianRounds(2.4, 1.0, 1)]
     assert other.summary["epsilon"] == pytest.approx(epsilon(both, 0.01))
+    # The budget counts rounds as they are sampled now, not as those of the first run.
+    poisson = {"sampling": "poisson", "participation": 0.2}
+    method = "dp:noise=1,epsilon=6,adaptive=false,delta=0.01"
+    run(method, out=tmp_path / "c", rounds=2, **poisson)
+    with pytest.warns(UserWarning, match="The privacy budget is spent"):
+        more = run(method, rounds=20, start_from=str(tmp_path / "c"), **{**poisson, "participation": 0.9})
+    assert more.summary["epsilon"] <= 6.0
     run("fedavg", out=tmp_path / "b", rounds=2)
     with pytest.raises(ConfigError, match="trained without dp"):
         run(method, rounds=4, start_from=str(tmp_path / "b"))

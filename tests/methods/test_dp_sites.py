@@ -145,6 +145,15 @@ def test_epsilon_is_that_of_the_finished_rounds_and_a_budget_ends_a_run(tmp_path
     assert all(row["train_loss"] is None for row in result.history)
     rest = run(method, rounds=5, start_from=str(tmp_path / "a"))
     assert rest.summary["epsilon"] > expected[-1]
+    # Noise that is computed for the number of rounds is that of the run which adds it.
+    planned = f"dp:epsilon=6,clip=0.1,honest=4,delta=0.01,{SITES}"
+    with pytest.raises(Stop):
+        run(planned, out=tmp_path / "b", rounds=60, checkpoint_every=1, callbacks=[StopAfter(2)])
+    more = run(planned, rounds=4, start_from=str(tmp_path / "b"))  # after one round
+    rule = method_of(planned).aggregate
+    plans = [RoundPlan(clients=8, cohort=8, rounds=rounds) for rounds in (60, 4)]
+    used = [rule.grid(plan, len(result.vector)).rounds(t) for plan, t in zip(plans, (1, 3), strict=True)]
+    assert more.summary["epsilon"] == pytest.approx(skellam_epsilon(used, 0.01))
     enough = run(f"dp:epsilon=6,clip=0.1,honest=4,delta=0.01,{SITES}")
     assert 5.9 < enough.summary["epsilon"] <= 6
     z = enough.summary["noise_multiplier"] / 1.3

@@ -27,7 +27,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
@@ -48,6 +48,8 @@ from unskew.protocol.run_context import PreRunContext
 @dataclass(frozen=True)
 class DP(ClippedSum):
     """Differentially private mean of the updates; with ``noise_at=sites`` it is built as ``SiteDP``."""
+
+    planned: ClassVar[tuple[str, ...]] = ("noise", "rate", "largest", "mean_weight", "delta")
 
     @property
     def slots(self) -> Mapping[str, Rule] | None:  # type: ignore[override]

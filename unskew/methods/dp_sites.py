@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -38,6 +38,8 @@ from unskew.seeding import numpy_generator
 @dataclass(frozen=True)
 class SiteDP(ClippedSum):
     """``dp`` with ``noise_at=sites``."""
+
+    planned: ClassVar[tuple[str, ...]] = ("noise", "round", "delta")
 
     @property
     def sends_model(self) -> bool:  # type: ignore[override]

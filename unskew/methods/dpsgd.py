@@ -96,6 +96,7 @@ class DPSGD(ClientRule):
     paper: ClassVar[str] = "Abadi et al. 2016, arXiv:1607.00133"
     poisson_batches: ClassVar[bool] = True
     continued: ClassVar[tuple[str, ...]] = ("spent",)
+    planned: ClassVar[tuple[str, ...]] = ("sizes",)
     spaces: ClassVar[Mapping[str, Space]] = {"clip": log_range(0.1, 10.0)}
     idle_options = (({"noise": 0}, ("epsilon",)),)
 
@@ -218,6 +219,11 @@ class DPSGD(ClientRule):
                 "batch_size."
             )
         return warnings
+
+    @property
+    def noise_for_rounds(self) -> bool:  # type: ignore[override]
+        """Whether the noise is computed from epsilon, for the number of rounds."""
+        return self.noise is None
 
     def delta_of(self, samples: int) -> float:
         """Return delta of a client, by default ``n_k^-1.1``.

@@ -167,6 +167,10 @@ class WithServerHalf(Rule):
     differ; that run must then have the rule, too. They also remain if the server step of a round overflows and the round is
     discarded."""
 
+    planned: ClassVar[tuple[str, ...]] = ()
+    """Entries of the server half's state that follow from the plan of a run and its clients, such as a noise that is computed
+    for a number of rounds. A run that starts from another one computes them again."""
+
     hidden_metrics: Collection[str] = ()
     """Metrics of a round that are not recorded, such as the clients' training loss."""
 

@@ -113,7 +113,8 @@ def _branch(
                 f"Start from a run with {name}, or from none."
             )
         continued = {entry: old[entry] for entry in half.continued if entry in old}
-        rules[name] = old if half in known or alike else {**fresh, **continued}
+        planned = {entry: fresh[entry] for entry in half.planned if entry in fresh}
+        rules[name] = {**old, **planned} if half in known or alike else {**fresh, **continued}
         shared |= {name} if half in known or alike else set()
     state.restore(server_rule, setup.with_broadcast_model(rules, v), stored.b)
     for kind in observed:

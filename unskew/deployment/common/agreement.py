@@ -29,8 +29,10 @@ def experiment_digest(config: Experiment) -> str:
     """Return a digest of all fields of an experiment that affect a site's training, without data locations."""
     not_here = {*RESUMABLE, "metrics", "objective"}  # execution, and what only the server measures
     values = {k: v for k, v in without_data_locations(config.model_dump(mode="json")).items() if k not in not_here}
-    # Noise at the sites is computed for a number of rounds, and a site takes part in no more of them.
-    if config.training.schedule.ends or site_noise(method_of(config.method)) is not None:
+    method = method_of(config.method)
+    # Noise is computed for a number of rounds, and a site takes part in no more of them.
+    noisy = site_noise(method) is not None or any(rule.noise_for_rounds for rule in method.client)
+    if config.training.schedule.ends or noisy:
         values["rounds"] = config.rounds
     return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
 

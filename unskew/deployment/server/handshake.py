@@ -124,13 +124,13 @@ def check_method_over_sites(
 
 
 def run_header(config: Experiment, reference: DataSchema) -> dict[str, Any]:
-    """Return the header of every message: the digest of the experiment and the data schema.
+    """Return the header of every message: the digest of the experiment, the rounds of the run, and the data schema.
 
     Args:
         config: Configuration of the run.
         reference: Data schema of the run.
     """
-    return {"digest": experiment_digest(config), **reference.config()}
+    return {"digest": experiment_digest(config), "rounds": config.rounds, **reference.config()}
 
 
 def initial_header(config: Experiment, federation: Federation) -> dict[str, Any]:

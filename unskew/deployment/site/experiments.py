@@ -43,7 +43,7 @@ class SiteExperiments:
         self._samples: dict[str, SiteData] = {}
         self._values: tuple[SiteData, RowValues] | None = None
         self._schemas: dict[str, DataSchema] = {}
-        self._trainer: tuple[tuple[str, str], SiteTrainer] | None = None
+        self._trainer: tuple[tuple[str, str, int], SiteTrainer] | None = None
 
     def config(self, digest: str) -> Experiment:
         """Return the experiment with a digest.
@@ -143,18 +143,22 @@ class SiteExperiments:
         if reference.settled and (reason := agreed_task(self.configs[digest], reference).accepts(reference.constants)):
             raise InvalidMessageError(f"{reason}, so it differs from the experiment that this site has agreed to")
 
-    def trainer(self, digest: str, reference: DataSchema) -> SiteTrainer:
+    def trainer(self, digest: str, reference: DataSchema, rounds: int | None = None) -> SiteTrainer:
         """Return the trainer of an experiment, built once.
 
         Args:
             digest: Digest of the experiment.
             reference: Schema of the data.
+            rounds: Rounds of the run; more than the site has agreed to, or None, are those that it has agreed to.
 
         Raises:
             ConfigError: If the experiment cannot run here, without the reason if the site's data must stay private.
             DataError: If the site's data do not fit the experiment.
         """
-        key, config = (digest, repr(reference)), self.config(digest)
+        config = self.config(digest)
+        if rounds is not None:  # the model that a run ends with depends on them
+            config = config.model_copy(update={"rounds": max(1, min(rounds, config.rounds))})
+        key = digest, repr(reference), config.rounds
         if self._trainer is None or self._trainer[0] != key:
             try:
                 self._trainer = key, SiteTrainer(self.site, config, reference, self.samples(digest, reference))

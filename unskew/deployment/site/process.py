@@ -109,7 +109,7 @@ class SiteProcess:
             return Frame(reply.kind, {**reply.config, "run": run, "attempt": attempt}, {}, reply.arrays)
         self.experiments.check_schema(digest, reference)
         state = SiteState(self.config.path("state", self.folder), run, self.config.client)
-        work = self.experiments.trainer(digest, reference)
+        work = self.experiments.trainer(digest, reference, read_integer(config, "rounds"))
         received = ReceivedData(state.folder, work.method.data).load()
         began = time.perf_counter()
         reply = self._execute(request, work, state, received)
