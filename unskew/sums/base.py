@@ -144,6 +144,7 @@ class ClientRows:
         targets: Their values before standardization, float64 ``[n, T]``.
         labels: Names of the label columns of a table.
         class_counts: Counts the samples of each class or label, ``[C]``; None without them.
+        class_names: Names of the classes or labels, in the order in which they are counted.
         x: Inputs as a model gets them, before normalization, ``[n, ...]``; None before they are known.
         y: Targets as a task gets them, ``[n]`` or ``[n, L]``.
         gradient: Returns the mean gradient of the rows at the initial model, ``[d]``, and the variance of the gradients of
@@ -160,6 +161,7 @@ class ClientRows:
     targets: np.ndarray = field(default_factory=lambda: np.zeros((0, 0)))
     labels: tuple[str, ...] = ()
     class_counts: Callable[[], Tensor] | None = None
+    class_names: tuple[str, ...] = ()
     x: Tensor | None = None
     y: Tensor | None = None
     gradient: Callable[[], tuple[Tensor, float]] | None = None
@@ -196,6 +198,10 @@ class SumKind:
     """Model of ``SumRequest.args``."""
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
+    once: ClassVar[tuple[str, ...]] = ()
+    """Constants of which a site uses only one value for masked sums: sums for several would reveal terms of single sites."""
+    of_experiment: ClassVar[bool] = False
+    """Whether the sums also depend on the experiment, such as its seed, so that another one gets another reply."""
     masked_only: ClassVar[bool] = False
     """True if a site sends the sums only under secure aggregation."""
     uses_labels: ClassVar[bool] = True

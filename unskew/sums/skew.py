@@ -78,11 +78,14 @@ class SiteScalars(SumKind):
     permission = "counts"
     arguments = ScalarArguments
     constants = ("shares",)
+    once = ("shares",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
         classes = int(request.args["classes"])
         shares = request.tensor("shares", classes).numpy()
+        if not (shares >= 0).all() or shares.sum() > 1 + 1e-6:
+            raise DataError("The request for site_scalars has class frequencies that do not add up to 1.")
         sums = {"sizes": torch.tensor([1.0, rows.num_rows, rows.num_rows**2], dtype=torch.float64)}
         if classes:
             counts = class_counts(rows).double().numpy()
@@ -261,6 +264,7 @@ class Gradient(SumKind):
     name = "gradient"
     permission = "gradients"
     arguments = GradientArguments
+    of_experiment = True
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
@@ -398,6 +402,7 @@ class LabelScatter(SumKind):
     permission = "features"
     arguments = LinearArguments
     constants = ("center", "mean", "coefficients")
+    once = ("mean", "coefficients")
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""

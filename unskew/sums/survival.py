@@ -131,6 +131,7 @@ class LogRankTerm(SurvivalStatistic):
 
     name = "log_rank_term"
     constants = ("hazard",)
+    once = ("hazard",)
     masked_only = True
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
@@ -143,11 +144,6 @@ class LogRankTerm(SurvivalStatistic):
     def shapes(self, request: SumRequest) -> Shapes:
         """Return dtype and shape of each tensor."""
         return {"term": (torch.float64, (2,))}
-
-    def grids(self, request: SumRequest, rows: ClientRows) -> dict[str, tuple[float, ...]]:
-        """Return the edges of the cells, and the hazards."""
-        hazard = request.tensor("hazard", len(self.edges(request)) - 1)
-        return {**super().grids(request, rows), "hazards of the log-rank test": tuple(hazard.tolist())}
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of rows for both numbers."""

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from unskew.errors import UnskewError
+from unskew.errors import EngineError
 
 MOST_STEPS = 20
 """Maximum number of steps until none exceeds ``SMALL``; two more follow."""
@@ -24,8 +24,8 @@ DEPENDENT = 1e-10
 """Smallest eigenvalue of the information, scaled to a diagonal of 1, below which columns count as linearly dependent."""
 
 
-class NoEstimateError(UnskewError):
-    """The likelihood has no unique finite maximum, or it was not found."""
+class NoEstimateError(EngineError):
+    """The likelihood has no unique finite maximum, it was not found, or a client does not send the sums for it."""
 
 
 class Estimate(NamedTuple):

@@ -360,7 +360,13 @@ def test_sites_with_noise_answer_the_same_whatever_their_data_are(tmp_path):
         values, place = noisy_sites(tmp_path / str(number), names)
         config = experiment(values)
         schema = DataSchema.of(load_federation_for(config, ())).config()
-        base = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
+        base = {
+            "protocol": PROTOCOL,
+            "run": "0123456789abcdef",
+            "attempt": 0,
+            "digest": experiment_digest(config),
+            "rounds": config.rounds,
+        }
         for question in QUESTIONS:
             for kind in ("hello", "sums", "evaluate", "contribute"):
                 asked = Frame(kind, {**base, **schema, "round": 1, **question}, {}, {})
@@ -404,7 +410,13 @@ def test_sums_of_columns_are_not_answered_with_noise_at_the_sites(tmp_path):
     config = experiment(values)
     place = LoopPlace(tmp_path, values, **own)
     schema = DataSchema.of(load_federation_for(config, ())).open
-    base = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
+    base = {
+        "protocol": PROTOCOL,
+        "run": "0123456789abcdef",
+        "attempt": 0,
+        "digest": experiment_digest(config),
+        "rounds": config.rounds,
+    }
     moments = encode_requests([SumRequest("moments", {"columns": ["age"]})], session="1")
     words = "noise at the sites does not protect"
     for asked, known, reason in (

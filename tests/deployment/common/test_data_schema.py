@@ -181,7 +181,13 @@ def test_a_server_cannot_select_other_columns_than_the_experiment(asked, column,
     config = experiment({**TINY, **values})
     schema = DataSchema.of(load_federation_for(config, ())).open.config()
     schema["columns"] = json.dumps([{**json.loads(schema["columns"])[0], "name": column, "kind": kind, "values": []}])
-    about = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0, "digest": experiment_digest(config)}
+    about = {
+        "protocol": PROTOCOL,
+        "run": "0123456789abcdef",
+        "attempt": 0,
+        "digest": experiment_digest(config),
+        "rounds": config.rounds,
+    }
     answer = place.sites[1].answer(Frame("hello", {**about, **schema}))
     assert answer.kind == "refused"
     assert words in answer.config["reason"]

@@ -29,6 +29,13 @@ def test_the_sum_is_the_exact_sum_rounded_once(sites):
     assert total.tolist() == exact
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e49, -1e60, 1e100, 1e300])
+def test_a_sum_with_an_undefined_summand_is_undefined(value):
+    several = split(np.full(1000, value)).sum(0, keepdims=True)
+    assert np.isnan(join(several + split(np.array([-LARGEST]))))
+    assert join(split(np.array([1e46]))) == 1e46
+
+
 def test_masks_of_64_bits_do_not_change_the_sum():
     """Pieces are added modulo ``2^64``; so a mask that one site adds and another subtracts cancels."""
     rng = np.random.default_rng(0)

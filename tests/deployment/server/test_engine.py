@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.deployed_runs import BODY, FULL_BATCHES, QUICK, SERVER_DATA, SLOW_SUMS, SUMS, compare
 from support.federations import LORA
-from support.sites import TINY, deployed
+from support.sites import TINY, LoopPlace, deployed
 from support.slow import slow_but
 
 import unskew
@@ -77,6 +77,25 @@ def test_fedals_is_evaluated_in_rounds_in_which_the_whole_model_is_averaged(tmp_
     simulated = unskew.run(**{**TINY, **options})
     assert [row["accuracy"] for row in result.history[1::2]] == [row["accuracy"] for row in simulated.history[1::2]]
     assert not [name for _, frame in place.link.received for name in frame.arrays if name.startswith("report/")]
+
+
+@pytest.mark.parametrize(("method", "options"), [("fedbabu", {"local_steps": None, "local_epochs": 1}), ("ccvr", {})])
+def test_sites_that_have_agreed_to_more_rounds_compute_what_the_run_ends_with(method, options, tmp_path):
+    """Such as personal models that are tuned after the last round, and the statistics of a survey after it."""
+    values = {"method": method, "model": "mlp", "holdout": 0.3, **options}
+    place = LoopPlace(tmp_path, {**TINY, **values, "rounds": 12})
+    result, _ = deployed(tmp_path, place, **values)
+    simulated = unskew.run(**{**TINY, **values})
+    assert torch.equal(result.vector, simulated.vector)
+    for name in ("accuracy", "client_accuracy_mean", "personal_accuracy_mean"):
+        assert result.summary.get(name) == simulated.summary.get(name)
+
+
+def test_noise_for_an_epsilon_needs_the_same_rounds_at_the_sites(tmp_path):
+    values = {"method": "dpsgd:epsilon=8"}
+    place = LoopPlace(tmp_path, {**TINY, **values, "rounds": 12})
+    with pytest.raises(ConfigError, match="has not agreed to this experiment"):
+        deployed(tmp_path, place, **values)
 
 
 @pytest.mark.fuzz

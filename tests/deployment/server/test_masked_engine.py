@@ -192,6 +192,39 @@ def test_a_message_that_comes_again_is_answered_alike(tmp_path):
     close(result.vector, unskew.run(**{**TINY, **FOUR}).vector)
 
 
+def test_a_round_with_noise_of_a_site_has_one_update_in_all_sums(tmp_path):
+    """Else a server could open the sum of a round again and again, and average the noise away."""
+    values = {**TINY, "clients": 3, "partition": "iid", "method": "dpsgd:noise=2", "client_weighting": "uniform"}
+    values |= {"secure_aggregation": "required", "rounds": 1}
+    place = LoopPlace(tmp_path, values)
+    deployed(tmp_path, place, **values)
+    site, sums = place.sites[0], []
+    asked = next(frame for client, frame in place.link.sent if (client, frame.kind) == (0, "train"))
+    for session in ("1" * 32, "2" * 32):
+        assert site.answer(replace(asked, config={**asked.config, "session": session})).kind == "ready"
+        [opened] = site.masks._open.values()
+        assert opened.session == session
+        sums.append({name: tensor for name, tensor, _ in opened.held})
+    assert sums[0]["delta"].abs().max() > 0
+    assert all(torch.equal(sums[0][name], tensor) for name, tensor in sums[1].items())
+
+
+@pytest.mark.parametrize("file", ["reply.bin", "noisy.safetensors"])
+def test_a_damaged_reply_with_noise_does_not_exclude_a_site_from_later_rounds(file, tmp_path):
+    masked = {"secure_aggregation": "required", "client_weighting": "uniform"} if file != "reply.bin" else {}
+    values = {**TINY, "partition": "iid", "method": "dpsgd:noise=1", "rounds": 4, "clients": 4, **masked}
+    place = LoopPlace(tmp_path, values)
+
+    class Damages(Told):
+        def round(self, row):
+            path = place.sites[1].folder / "state" / "0123456789abcdef" / "client-1" / file
+            if row["round"] == 2:
+                path.write_bytes(path.read_bytes()[:20])
+
+    result, _ = deployed(tmp_path, place, told=Damages(), **values)
+    assert [row["updates"] for row in result.history] == [4] * 4
+
+
 def test_a_site_signs_one_list_of_survivors_and_answers_each_message_once(tmp_path):
     """The server asks for a list without the site itself, of too few or of unknown sites, or for a second one."""
     place, told = LoopPlace(tmp_path, {**TINY, **FOUR}), Told()

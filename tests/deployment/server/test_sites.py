@@ -241,7 +241,7 @@ def test_an_older_copy_of_a_run_folder_is_not_resumed(tmp_path):
 
 def test_whatever_a_message_causes_the_site_answers_the_next(tmp_path):
     place = LoopPlace(tmp_path, {**TINY, "method": "scaffold"})
-    place.sites[0].experiments.trainer = lambda digest, reference: {}[digest]
+    place.sites[0].experiments.trainer = lambda digest, reference, rounds: {}[digest]
     with pytest.raises(EngineError, match="KeyError at the site; see its log"):
         deployed(tmp_path, place, method="scaffold")
 

@@ -34,7 +34,7 @@ def exchange_over(folder, clients, masked=True, run=RUNS[0], place=None):
     values = {**TINY, "clients": 4, "class_weights": "balanced", "secure_aggregation": "required" if masked else "off"}
     place, config = place or LoopPlace(folder, values), experiment(values)
     federation = load_federation_for(config, ())
-    header = {"digest": experiment_digest(config), **DataSchema.of(federation).config()}
+    header = {"digest": experiment_digest(config), "rounds": config.rounds, **DataSchema.of(federation).config()}
     sites = SiteManager(SiteConnection(place.link, None, run, header), 4, RoundPolicy(), lambda text: None)
     for client in clients:
         sites.admit(client, 100 + client, f"site-{client}", "", "")
@@ -65,6 +65,29 @@ def difference(folder, run, again=CLASSES):
     total = opened(everyone)
     rest, _, _ = exchange_over(folder, range(3), run=run, place=place)
     return total - rest(again)[0]["counts"], torch.bincount(federation.clients[3].y, minlength=10)
+
+
+def test_sums_that_were_opened_with_clients_of_another_experiment_are_named(tmp_path):
+    exchange, place, _ = exchange_over(tmp_path, range(4))
+    for site in place.sites:
+        SumsLedger(site.folder / "state" / "ledger.json", RUNS[1]).record(-1, (0, 1, 2, 3, 5), "")
+    with pytest.raises(EngineError, match=r"site-3 \(client 3\), client 5, of which .* run unskew deploy forget"):
+        exchange(CLASSES)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_sums_that_are_too_large_are_not_added(masked, tmp_path):
+    """Under masks, they could not be told from others."""
+    values = clinics(tmp_path, secure_aggregation="required" if masked else "off")
+    rows = (tmp_path / "rows.csv").read_text().replace("\n40,", "\n1e30,", 1)
+    (tmp_path / "rows.csv").write_text(rows)
+    place, told = LoopPlace(tmp_path, values, 3), Told()
+    if masked:
+        with pytest.raises(EngineError, match=r"a sum is larger than 1e\+15; divide the column by a power of ten"):
+            deployed(tmp_path, place, told=told, **values)
+        return
+    deployed(tmp_path, place, told=told, **values)
+    assert "divide the column by a power of ten" in " ".join(told.warnings)
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -107,7 +130,14 @@ def asked_at_a_site(folder, request, **options):
     values = clinics(folder, **options)
     place, config = LoopPlace(folder, values, 3), experiment(values)
     schema = DataSchema.of(load_federation_for(config, ())).config()
-    about = {"protocol": PROTOCOL, "run": RUNS[0], "attempt": 0, "digest": experiment_digest(config), **schema}
+    about = {
+        "protocol": PROTOCOL,
+        "run": RUNS[0],
+        "attempt": 0,
+        "digest": experiment_digest(config),
+        "rounds": config.rounds,
+        **schema,
+    }
     message = encode_requests([request])
     return place.sites[0].answer(Frame("sums", {**message.config, **about}, {}, message.arrays))
 
@@ -146,6 +176,20 @@ def test_coefficients_that_single_out_a_row_are_refused(tmp_path):
         folder.mkdir()
         request = Design(federation).request(1, steep * beta)
         assert asked_at_a_site(folder, request, coefficients=True).kind == kind
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_run_ends_without_the_coefficients_that_a_site_refuses(masked, tmp_path):
+    """The age separates the outcomes, so that few rows determine the sums; that is no fault of a site."""
+    values = clinics(tmp_path, coefficients=True, secure_aggregation="required" if masked else "off")
+    rows = [f"{40 + (37 * k % 97) / 3:.2f},{k % 4},{'abc'[k % 3]}" for k in range(120)]
+    rows = [f"{row},{'yes' if float(row.split(',')[0]) > 56 else 'no'}" for row in rows]
+    (tmp_path / "rows.csv").write_text("\n".join(["age,dose,ward,outcome", *rows]))
+    told = Told()
+    result, _ = deployed(tmp_path, LoopPlace(tmp_path, values, 3), told=told, **values)
+    assert "Fewer than 5 rows of this site" in result.summary["coefficients_omitted"]
+    assert not (tmp_path / "run" / "coefficients.json").exists()
+    assert "excluded" not in " ".join(told.warnings)
 
 
 @pytest.mark.parametrize("masked", ["off", "required"])

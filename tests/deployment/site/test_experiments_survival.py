@@ -42,7 +42,7 @@ class Trial:
         config = self.of_kind("train").config
         schema = DataSchema.read(config)
         spec = self.site.experiments.trainer(config["digest"], schema).spec
-        names = (*schema.config(), "digest", "protocol", "run", "attempt")
+        names = (*schema.config(), "digest", "rounds", "protocol", "run", "attempt")
         config = {**{name: config[name] for name in names}, "model": "global", "level": 0.95, "round": 0}
         model = encode_record("model", {"v": spec.flatten() * 0, "b": spec.flatten_buffers()})
         return self.ask(Frame("score", config, {}, model), **constants)

@@ -271,6 +271,7 @@ def classes_above(age, folder):
     asked = encode_requests([SumRequest("label_products", {"codes": [0, 0], "targets": 2}, {"center": center})])
     header = {
         "digest": digest,
+        "rounds": agreed.rounds,
         **replace(schema, columns=columns).config(),
         "protocol": PROTOCOL,
         "run": RUN,
@@ -341,6 +342,59 @@ def test_the_same_request_in_other_words_gets_the_same_noise(seeded, monkeypatch
     assert average_of_repeats(tmp_path / "on", requests)[1] == 1
     monkeypatch.setattr(StatisticsPolicy, "_checked", lambda self, request: request)
     assert average_of_repeats(tmp_path / "off", requests)[1] == 3
+
+
+def counted_as(policy, names, masked=False):
+    """The counts of a hundred patients for a list of classes, by class."""
+    patients, own = hundred(), ("flu", "cold", "none")
+    order = [own.index(name) if name in own else 3 for name in names]
+    rows = replace(patients.rows, labels=("diagnosis",), class_names=tuple(names))
+    counts = torch.tensor([30, 30, 40, 0])[order]
+    patients.rows = replace(rows, class_counts=lambda: counts)
+    request = SumRequest("class_counts", {"classes": len(names)})
+    return dict(zip(names, ask(policy, request, patients, masked=masked)["counts"].tolist(), strict=True))
+
+
+@pytest.mark.parametrize("names", [["flu", "cold", "none", "invented"], ["none", "cold", "flu"]])
+def test_other_classes_get_neither_new_noise_nor_the_counts_of_others(names, seeded, monkeypatch, tmp_path):
+    policy = site(tmp_path / "on", allow=["counts"], epsilon=1, min_count=1)
+    noisy = counted_as(policy, ["flu", "cold", "none"])
+    with pytest.raises(ConfigError, match="other classes of diagnosis"):
+        counted_as(policy, names)
+    assert counted_as(policy, ["flu", "cold", "none"]) == noisy
+    monkeypatch.setattr(policy_module, "only_values", lambda *_: {})
+    policy = site(tmp_path / "off", allow=["counts"], epsilon=1, min_count=1)
+    noisy, other = counted_as(policy, ["flu", "cold", "none"]), counted_as(policy, names)
+    assert other["flu"] == noisy["none"] if names[0] == "none" else other["flu"] != noisy["flu"]
+
+
+def test_the_stored_gradient_is_that_of_its_experiment(tmp_path):
+    patients, policy, request = hundred(), site(tmp_path, ["gradients"]), SumRequest("gradient", {"parameters": 1})
+    for seed in (1, 2, 1):
+        gradient = torch.tensor([float(seed)]).double()
+        patients.rows = replace(patients.rows, gradient=lambda gradient=gradient: (gradient, 1.0))
+        assert float(ask(policy, request, patients, experiment=f"{seed:064x}")["gradient"]) == seed
+
+
+def scalars(policy, shares):
+    """The distance of a site's labels from chosen frequencies, as a summand of a masked sum."""
+    request = SumRequest("site_scalars", {"classes": 3}, {"shares": torch.tensor(shares).double()})
+    return float(ask(policy, request, hundred(), masked=True)["labels"][1])
+
+
+def test_masked_distances_from_several_frequencies_cannot_reveal_a_sites_counts(monkeypatch, tmp_path):
+    """The distance has a kink at the frequency of a class, here 0.3; a sum over sites has one for each site."""
+
+    def kink(policy):
+        below, at, above = (scalars(policy, [share, 0.0, 0.0]) for share in (0.29, 0.3, 0.31))
+        return below - 2 * at + above
+
+    with pytest.raises(ConfigError, match="other shares for site_scalars"):
+        kink(site(tmp_path / "on"))
+    with pytest.raises(DataError, match="do not add up to 1"):
+        scalars(site(tmp_path / "more"), [0.9, 0.9, 0.0])
+    monkeypatch.setattr(policy_module, "only_values", lambda *_: {})
+    assert kink(site(tmp_path / "off")) == pytest.approx(0.01)
 
 
 def test_a_request_that_occurs_twice_in_a_message_has_one_noise(tmp_path):

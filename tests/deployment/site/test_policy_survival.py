@@ -63,7 +63,7 @@ def test_chosen_hazards_cannot_reveal_rows_at_risk(tmp_path):
     expected = 0.01 * sum(np.ceil(day * 256 / UNTIL) for day in Patients().values["days"])
     sent = ask(tmp_path, term(0.01), masked=True).sums[0]["term"].tolist()
     assert sent == pytest.approx([(75 - expected) ** 2 / expected, 1])
-    with pytest.raises(ConfigError, match="already counted hazards"):
+    with pytest.raises(ConfigError, match="already sent statistics with other hazard for log_rank_term"):
         ask(tmp_path, term(0.02), masked=True)
 
 

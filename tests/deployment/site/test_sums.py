@@ -105,7 +105,13 @@ def test_the_effective_number_of_rows_is_that_of_all_bins_and_finite():
 
 def asked(process, agreed, schema, requests, **more):
     message = encode_requests(requests)
-    about = {"digest": experiment_digest(agreed), "protocol": PROTOCOL, "run": "a" * 16, "attempt": 0}
+    about = {
+        "digest": experiment_digest(agreed),
+        "rounds": agreed.rounds,
+        "protocol": PROTOCOL,
+        "run": "a" * 16,
+        "attempt": 0,
+    }
     return process.answer(Frame("sums", {**schema.config(), **about, **message.config, **more}, {}, message.arrays))
 
 

@@ -2,7 +2,8 @@
 
 The summands of federated sums differ by many orders of magnitude, and no site may know the others' largest. So a number is
 an integer multiple of ``2^-96``, and its eight pieces are added modulo ``2^64``, each with room for ``2^31`` sites. Only
-summands below ``2^-96`` are rounded, and the sum once, to float64, as in Kulisch's accumulator.
+summands below ``2^-96`` are rounded, and the sum once, to float64, as in Kulisch's accumulator. A summand that is not
+finite, or ``2^156`` and more, is encoded as ``2^157``, so that the sum is NaN at the end.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ FRACTION = 96
 """Bits after the binary point."""
 PIECES = 8
 """Pieces of 32 bits of a number."""
+UNDEFINED = 2.0**157
+"""Number that makes a sum undefined; other summands are smaller than half of it."""
 
 
 def split(values: np.ndarray) -> np.ndarray:
-    """Split float64 numbers below ``2^158`` into signed pieces of 32 bits, int64 ``[n, PIECES]``, the lowest first.
+    """Split float64 numbers into signed pieces of 32 bits, int64 ``[n, PIECES]``, the lowest first.
 
     >>> split(np.array([-1.5]))[0].tolist()
     [0, 0, -2147483648, -1, 0, 0, 0, 0]
     """
+    values = np.where(np.abs(values) < UNDEFINED / 2, values, UNDEFINED)
     scaled = np.rint(np.ldexp(np.abs(values), FRACTION))
     mantissa, exponent = np.frexp(scaled)
     integer, shift = np.ldexp(mantissa, 53).astype(np.uint64), exponent - 53
@@ -45,9 +49,14 @@ def split(values: np.ndarray) -> np.ndarray:
 
 
 def join(pieces: np.ndarray) -> np.ndarray:
-    """Return the float64 numbers of summed pieces ``[n, PIECES]``, each rounded once."""
+    """Return the float64 numbers of summed pieces ``[n, PIECES]``, each rounded once; NaN if a summand was undefined.
+
+    >>> join(split(np.array([np.inf])) + split(np.array([-1.0])))
+    array([nan])
+    """
     one = 1 << FRACTION
-    return np.array([sum(int(p) << 32 * i for i, p in enumerate(row)) / one for row in pieces.tolist()], np.float64)
+    sums = np.array([sum(int(p) << 32 * i for i, p in enumerate(row)) / one for row in pieces.tolist()], np.float64)
+    return np.where(np.abs(sums) < UNDEFINED / 2, sums, np.nan)
 
 
 def encode(requests: Sequence[SumRequest], sums: Sequence[Sums]) -> Tensor:

@@ -44,7 +44,7 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
     n = int(sums["confusion"].sum()) if classes else int(sums["sums"][0])
     rows = []
     for metric, (value, interval) in metrics_from_sums(sums, inputs, level).items():
-        low, high = interval or (None, None)
+        low, high = interval if interval is not None and math.isfinite(value) else (None, None)
         about = {"model": "global", "site": ALL_SITES, "client": None, "metric": metric}
         known = value if math.isfinite(value) else None
         rows.append({**about, "value": known, "low": low, "high": high, "n": n, "support": labeled})

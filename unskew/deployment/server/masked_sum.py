@@ -182,6 +182,8 @@ def ready_site(
         for key in (public, seal_public):
             crypto.decode_point(bytes.fromhex(key))
         before = tuple(sorted(int(k) for k in opened))
+        if before and before[0] < 0:
+            raise ValueError("a client number is negative")
     except (ValueError, TypeError, OverflowError) as error:
         raise InvalidMessageError("its keys or opened sums cannot be read") from error
     if public == seal_public or any(owners.setdefault(k, client) != client for k in (public, seal_public)):

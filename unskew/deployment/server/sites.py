@@ -132,8 +132,8 @@ class SiteManager:
         return [site.client for site in self.sites if site.barred or site.faults >= most]
 
     def name(self, client: int) -> str:
-        """Return how messages name a client: its site, if known, and its number."""
-        return self.sites[client].name
+        """Return how messages name a client: its site, if known, and its number, which may be that of another experiment."""
+        return self.sites[client].name if client < len(self.sites) else f"client {client}"
 
     def warn(self, text: str) -> None:
         """Warn the user."""

@@ -29,6 +29,7 @@ from unskew.errors import EngineError
 from unskew.sums.base import SumRequest, Sums
 from unskew.sums.exchange import ClientLeftError, num_bytes, total
 from unskew.sums.registry import SUMS
+from unskew.tasks.coefficients import NoEstimateError
 
 TRIES = 3
 """Number of attempts if too few sites remain to open a masked sum."""
@@ -128,7 +129,10 @@ class SiteExchange:
                 self.sites.warn(f"The sums could not be opened{': ' if reason else ''}{reason}; they are asked again.")
                 continue
             except SumReopenedError as error:
-                raise EngineError(f"These sums were opened before over {error}, of which some are missing.") from error
+                raise EngineError(
+                    f"These sums were opened before over {error}, of which some are missing. Start the command again when "
+                    "they are back. Otherwise, the administrators of the sites can run unskew deploy forget site.yaml."
+                ) from error
             names = [self.sites.name(k) for k in opened.clients]
             self.sites.log("sum opened", sites=names, requests=[request.digest for request in requests])
             sums = exact_sums.decode(requests, opened.tensors["sums"].numpy())
@@ -145,12 +149,15 @@ class SiteExchange:
         """Stop with the reason if a site has refused sums that cannot be computed without it.
 
         Raises:
+            NoEstimateError: If it has refused the sums for coefficients, which few rows would determine.
             EngineError: If it has refused a masked sum, or a statistic that its administrator must allow.
             InvalidMessageError: If it has refused another sum; the site is excluded.
         """
         if frame.kind != "refused":
             return
         reason = f"{self.sites.name(client)} refused: {printable(frame.config.get('reason'))}"
+        if all(request.kind == "fisher" for request in requests):
+            raise NoEstimateError(reason)
         if self.masked or any(SUMS[request.kind].permission for request in requests):
             raise EngineError(reason)
         raise InvalidMessageError(reason)

@@ -1,9 +1,9 @@
 """Rules of a site for the statistics that a server requests: permissions, small counts, noise, and no differencing.
 
 A statistic covers all training rows. What the site stores (``statistics_ledger``) prevents that a server learns more from the
-difference of two replies: the same request gets the same reply, each column is counted on one grid, one data schema prepares
-all inputs, and after a change of few rows the site does not reply. Kinds of sums without a permission belong to the
-experiment and are not restricted here.
+difference of two replies: the same request gets the same reply, each column is counted on one grid and each label column with
+one list of classes, one data schema prepares all inputs, and after a change of few rows the site does not reply. Kinds of
+sums without a permission belong to the experiment and are not restricted here.
 """
 
 from __future__ import annotations
@@ -68,6 +68,8 @@ class _Message:
         hashes: Hashes of the rows, as they are stored.
         same: Files with hashes of the same rows.
         schema: Digest of the data schema.
+        experiment: Digest of the experiment.
+        masked: Whether the server sees only the sum over sites.
         events: Events for the log.
     """
 
@@ -75,6 +77,8 @@ class _Message:
     hashes: RowHashes
     same: set[str]
     schema: str
+    experiment: str
+    masked: bool
     events: list[dict[str, Any]] = field(default_factory=list)
 
 
@@ -133,7 +137,7 @@ class StatisticsPolicy:
         with self.ledger.locked():
             records = self.ledger.read()
             hashes = with_training_rows(self._hashes(values, records.key), rows.num_rows)
-            message = _Message(records, hashes, self._same_data(records, hashes), schema)
+            message = _Message(records, hashes, self._same_data(records, hashes), schema, experiment, masked)
             for request in requests:
                 kind = SUMS[request.kind]
                 small: dict[str, list[int]] = {}
@@ -232,7 +236,16 @@ class StatisticsPolicy:
                 )
             records = records.model_copy(update={"data_schema": message.schema})
         labels = rows.labels if kind.uses_labels else ()
-        identity = hashlib.sha256(json.dumps([request.digest, labels]).encode()).hexdigest()
+        for what, digest in only_values(kind, request, rows, message.masked).items():
+            if records.fixed.get(what, digest) != digest:
+                raise ConfigError(
+                    f"The site {self.site} has already sent statistics with other {what}, and sends none with these, because "
+                    "the difference could reveal counts of single rows or sites. Use those of the first request. Otherwise, "
+                    "the site's administrator can run unskew deploy forget site.yaml."
+                )
+            records = records.model_copy(update={"fixed": {**records.fixed, what: digest}})
+        experiment = message.experiment if kind.of_experiment else ""
+        identity = hashlib.sha256(json.dumps([request.digest, labels, experiment]).encode()).hexdigest()
         for reply in records.replies:
             if (reply.request, reply.epsilon) == (identity, rules.epsilon) and reply.data in message.same:
                 message.records = records
@@ -291,6 +304,27 @@ class StatisticsPolicy:
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
         return own, positions
+
+
+def only_values(kind: SumKind, request: SumRequest, rows: ClientRows, masked: bool) -> dict[str, str]:
+    """Return the digest of each part of a request of which a site uses only one value, by its name.
+
+    Another list of classes would get new noise for the same counts. See also ``SumKind.once``.
+
+    Args:
+        kind: Kind of the request.
+        request: The request.
+        rows: Training rows of the site.
+        masked: Whether the server sees only the sum over sites.
+    """
+    labels = f" of {', '.join(rows.labels)}" if kind.uses_labels and rows.labels else ""
+    digests = {}
+    if request.args.get("classes"):
+        digests[f"classes{labels}"] = hashlib.sha256(json.dumps(rows.class_names).encode()).hexdigest()
+    for name in kind.once if masked else ():
+        if name in request.tensors:
+            digests[f"{name} for {kind.name}{labels}"] = replace(request, tensors={name: request.tensors[name]}).digest
+    return digests
 
 
 def small_cells(counts: Tensor, least: int, total: int | None) -> Tensor:

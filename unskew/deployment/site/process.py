@@ -139,6 +139,7 @@ class SiteProcess:
                 ledger.begin()
                 evaluation.admit_sum(requests_key(digest, requests))
             rows = replace(samples.rows(), class_counts=work.class_counts, x=work.data.x, y=work.data.y)
+            rows = replace(rows, class_names=work.original.names)
             rows = replace(rows, gradient=work.initial_gradient, score=partial(held_out_scores, work))
             check_schema_arguments(requests, work.reference)
             for one in requests:
@@ -235,6 +236,9 @@ class SiteProcess:
         schema = hashlib.sha256(schema.encode()).hexdigest()
         reply = self.policy.reply(digest, run, requests, rows, values, masked, schema)
         if masked:
+            for one, own in zip(requests, reply.sums, strict=True):  # the server cannot
+                if not (SUMS[one.kind].permission or SUMS[one.kind].scores_model):
+                    SUMS[one.kind].check(one, own)
             return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)
         hidden, frame = json.dumps(reply.hidden), encode_sums(reply.sums, client=self.config.client)
         config = {**frame.config, "hidden": hidden, "epsilon": float(reply.epsilon)}

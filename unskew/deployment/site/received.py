@@ -14,9 +14,13 @@ from unskew.data.federation import ClientData
 from unskew.deployment.site.state import SiteStateLostError, make_private_folder
 from unskew.deployment.wire.tensor_codec import InvalidMessageError, channels_last_images, encode_tensor
 from unskew.filesystem import write_atomic
+from unskew.json_models import read_model, write_model
 from unskew.protocol.client_state_files import encode_tensors
 from unskew.protocol.messages import Tensors
 from unskew.protocol.rules import DataRule
+
+DIGESTS = "received.sha256.json"
+"""File with the SHA-256 of the received data of each rule."""
 
 
 @dataclass
@@ -28,44 +32,45 @@ class ReceivedData:
         rules: The data rules.
         shares: Tensors for this client only, by position of the rule.
         common: Tensors for all clients, by name of the rule.
+        digests: SHA-256 of the file of each rule, by its position.
     """
 
     folder: Path
     rules: tuple[DataRule, ...]
     shares: dict[int, Tensors] = field(default_factory=dict)
     common: dict[str, Tensors] = field(default_factory=dict)
+    digests: dict[int, str] = field(default_factory=dict)
 
     @property
     def identity(self) -> str:
-        """Identifier of the received data, which changes when more data are received."""
-        return json.dumps([str(self.folder), sorted(self.shares), sorted(self.common)])
+        """Identifier of the received data, which changes with their content."""
+        return json.dumps([str(self.folder), sorted(self.digests.items())])
 
     def _path(self, rule_index: int) -> Path:
         return self.folder / f"received-{rule_index}.safetensors"
 
     def load(self) -> ReceivedData:
-        """Load the stored data.
-
-        Raises:
-            SiteStateLostError: If a file is corrupted.
-        """
+        """Load the stored data; without those of a corrupted file, which the server can send again."""
         for index, rule in enumerate(self.rules):
             try:
-                tensors = load(self._path(index).read_bytes())
-            except FileNotFoundError:
+                encoded = self._path(index).read_bytes()
+                tensors = load(encoded)
+            except (OSError, SafetensorError):
                 continue
-            except (OSError, SafetensorError) as error:
-                raise SiteStateLostError(
-                    f"what this site received before the first round is corrupted: {self._path(index)}"
-                ) from error
-            self._take(index, rule, {name: channels_last_images(t) for name, t in tensors.items()})
+            self._take(index, rule, {name: channels_last_images(t) for name, t in tensors.items()}, encoded)
         return self
 
-    def _take(self, rule_index: int, rule: DataRule, held: Tensors) -> None:
+    def _take(self, rule_index: int, rule: DataRule, held: Tensors, encoded: bytes) -> None:
         parts = {k: {n.removeprefix(k): t for n, t in held.items() if n.startswith(k)} for k in ("share/", "common/")}
         self.shares[rule_index] = parts["share/"]
         if parts["common/"]:
             self.common[rule.name] = parts["common/"]
+        self.digests[rule_index] = hashlib.sha256(encoded).hexdigest()
+
+    def _first_digests(self) -> dict[str, str]:
+        """Return the digests of what was received, which remain if a file is corrupted."""
+        path = self.folder / DIGESTS
+        return read_model(path, dict[str, str]) if path.is_file() else {}
 
     def take(self, rule_index: int, share: Tensors, common: Tensors, trained: bool) -> None:
         """Store the data for one rule and delete the data for later rules; a repeated message changes nothing.
@@ -80,17 +85,21 @@ class ReceivedData:
             InvalidMessageError: If the site has trained with other data.
         """
         named = {**{f"share/{n}": t for n, t in share.items()}, **{f"common/{n}": t for n, t in common.items()}}
-        path, encoded = self._path(rule_index), encode_tensors(named)
+        path, encoded, first = self._path(rule_index), encode_tensors(named), self._first_digests()
         if path.is_file() and path.read_bytes() == encoded:
             return
-        if trained:
+        digest = hashlib.sha256(encoded).hexdigest()
+        if trained and first.get(str(rule_index)) != digest:
             raise InvalidMessageError("this site has trained with other data, which do not change during a run")
-        for later in range(rule_index, len(self.rules)):
+        for later in () if trained else range(rule_index, len(self.rules)):
             self.shares.pop(later, None)
+            self.digests.pop(later, None)
+            self.common.pop(self.rules[later].name, None)
             self._path(later).unlink(missing_ok=True)
         make_private_folder(self.folder)
+        write_model(self.folder / DIGESTS, {**first, str(rule_index): digest})
         write_atomic(path, encoded)
-        self._take(rule_index, self.rules[rule_index], named)
+        self._take(rule_index, self.rules[rule_index], named, encoded)
 
     def digest(self) -> str:
         """Return a digest of the data that all clients received."""
@@ -112,7 +121,10 @@ class ReceivedData:
         """
         for index in range(len(self.rules) if before is None else before):
             if index not in self.shares:
-                raise SiteStateLostError("the data that this site received before the first round are lost")
+                raise SiteStateLostError(
+                    "the data that this site received before the first round are lost; when the run is resumed, the server "
+                    "sends them again"
+                )
             if self.shares[index]:
                 data = self.rules[index].apply_payload(data, self.shares[index])
         return data

@@ -96,9 +96,14 @@ class SiteState:
 
         Raises:
             OutdatedMessageError: If the site has replied to another broadcast of this round.
-            SiteStateLostError: If the file is corrupted.
+            SiteStateLostError: If the file is corrupted, and may contain a reply of this round.
         """
-        stored = read_reply(self.folder / REPLY)
+        try:
+            stored = read_reply(self.folder / REPLY)
+        except SiteStateLostError:
+            if self.newest() >= round:
+                raise
+            return None
         if stored is None or not stored[0].startswith(f"{round} "):
             return None
         if stored[0] != f"{round} {request}":
@@ -242,7 +247,7 @@ class SiteState:
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
     def noisy(self, round: int, model: str) -> Tensors | None:
-        """Return what the site has sent with noise in this round; None if it has sent nothing yet.
+        """Return what the site has sent with noise under masks in this round; None if it has sent nothing yet.
 
         A repeated message must get the same noise: two sums with different noise would reveal more than one.
 
@@ -252,7 +257,7 @@ class SiteState:
 
         Raises:
             OutdatedMessageError: If the site has sent something in this round for another broadcast.
-            SiteStateLostError: If the file is corrupted.
+            SiteStateLostError: If the file is corrupted, and may be of this round.
         """
         path = self.folder / "noisy.safetensors"
         if not path.is_file():
@@ -260,6 +265,8 @@ class SiteState:
         try:
             tensors = load(path.read_bytes())
         except (OSError, SafetensorError) as error:
+            if self.newest() < round:
+                return None
             raise SiteStateLostError(f"the noise that this site has added, {path}, cannot be read") from error
         prefix = f"{round}/{model}/"
         if all(name.startswith(prefix) for name in tensors):
@@ -274,7 +281,7 @@ class SiteState:
         Args:
             round: Number of the round, from 0.
             model: Digest of the broadcast.
-            tensors: Integers with noise, by name.
+            tensors: What is sent, by name.
         """
         named = {f"{round}/{model}/{name}": t.cpu() for name, t in tensors.items()}
         write_atomic(self.folder / "noisy.safetensors", encode_tensors(named))

@@ -56,6 +56,8 @@ class StatisticsRecords(JsonModel):
     """Sum of the privacy losses of all replies; remains when replies are forgotten."""
     grids: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """Grid on which the values of a column were counted."""
+    fixed: dict[str, Digest] = Field(default_factory=dict)
+    """Digest of the only value that the site uses, of lists of classes and of constants of requests."""
     data_schema: str = ""
     """Digest of the data schema with which inputs were prepared for sums and gradients."""
     data: tuple[Digest, ...] = ()

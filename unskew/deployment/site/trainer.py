@@ -259,19 +259,59 @@ class SiteTrainer:
             update = self._noisy(request, state, received, digest.signed, ledger)
             state.keep_known(accepted, round, digest.known)
             return masks.begin(session, update, None, digest, ledger, self.min_sites)
-        update, broadcast = self.trained(request, state, received)
-        self._check_weight(request, update)
+        if self.private:
+            update, delta = self._private(request, state, received, digest.signed)
+        else:
+            update, delta = self._update(request, state, received)
         state.check_start(round, digest)
         state.keep_known(accepted, round, digest.known)
-        delta = gather_slices(update.delta, broadcast.up) if self.wire_context.sends_model else None
         return masks.begin(session, update, delta, digest, ledger, self.min_sites)
+
+    def _update(self, request: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, torch.Tensor | None]:
+        """Return an update for a masked sum, and the slices of the model that it contains, if any."""
+        update, broadcast = self.trained(request, state, received)
+        self._check_weight(request, update)
+        return update, gather_slices(update.delta, broadcast.up) if self.wire_context.sends_model else None
+
+    def _private(
+        self, request: Frame, state: SiteState, received: ReceivedData, digest: str
+    ) -> tuple[Update, torch.Tensor | None]:
+        """Return what ``_update`` returns, with noise; for a repeated broadcast the same, from the disk."""
+        round = read_integer(request.config, "round")
+        tensors = state.noisy(round, digest)
+        if tensors is None:
+            update, delta = self._update(request, state, received)
+            parts = {
+                "report": update.report,
+                "buffers": {"": update.buffers},
+                "delta": {} if delta is None else {"": delta},
+            }
+            parts["metrics"] = {name: torch.tensor(value).double() for name, value in update.metrics.items()}
+            about = {"num_samples": update.num_samples, "weight": update.weight, "usable": update.is_finite()}
+            parts["about"] = {name: torch.tensor(float(value)).double() for name, value in about.items()}
+            tensors = flatten_records("upload", update.upload) | flatten_records("own", parts)
+            state.keep_noisy(round, digest, tensors)
+        own = unflatten_records("own", tensors)
+        about = {name: float(value) for name, value in own["about"].items()}
+        update = Update(
+            self.site.client,
+            round,
+            int(about["num_samples"]),
+            about["weight"],
+            torch.zeros(1) if about["usable"] else torch.full((1,), torch.nan),
+            own["buffers"][""],
+            unflatten_records("upload", tensors),
+            ClientState(),
+            {name: float(value) for name, value in own.get("metrics", {}).items()},
+            report=own.get("report", {}),
+        )
+        return update, own.get("delta", {}).get("")
 
     def _noisy(
         self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: DataLedger
     ) -> Update:
         """Return this site's contribution with noise; for a repeated broadcast the same one, from the disk."""
         round = read_integer(request.config, "round")
-        state.check_round(round, new=True)
         tensors = state.noisy(round, digest)
         if tensors is None:
             update, _ = self.trained(request, state, received)
