@@ -146,6 +146,9 @@ SKEWED = {
 def test_what_judges_a_run_is_the_calibrated_model():
     kept = unskew.run(**SKEWED, method="ccvr", keep="best").summary
     assert kept["kept_accuracy"] == kept["accuracy"] != kept["accuracy_before_closing"]
+    earlier = unskew.run(**{**SKEWED, "rounds": 5, "seed": 1}, method="ccvr", keep="best")
+    assert earlier.summary["kept_round"] < 5
+    assert earlier.summary["accuracy_before_closing"] == earlier.history[earlier.summary["kept_round"] - 1]["accuracy"]
     worst = unskew.run(**SKEWED, method="ccvr", objective="worst_client").summary
     assert worst["worst_client"] == worst["client_accuracy_worst"]
     plain = unskew.run(**SKEWED, method="ccvr")

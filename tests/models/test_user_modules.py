@@ -126,6 +126,11 @@ def test_rejects_a_module_that_cannot_be_copied(model, text):
         ((20, 1), {}, r"The client Site B trains on a batch of one sample \(1 sample in batches of 8\)"),
         ((20, 17), {"local_steps": 3}, r"Site B .* \(17 samples in batches of 8\)"),
         ((20, 12), {"batch_size": 1}, r"Site A .* \(20 samples in batches of 1\)"),
+        (
+            (24, 19),
+            {"method": "perfedavg", "local_steps": 3},
+            r"Site B .* \(19 samples in batches of 8, each split into 2 parts\)",
+        ),
     ],
 )
 def test_a_batch_of_one_sample_is_rejected_before_training(engine, sizes, options, text, tmp_path):

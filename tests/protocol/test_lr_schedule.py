@@ -272,3 +272,12 @@ def test_a_schedule_that_means_nothing_is_refused(options, words):
     with pytest.raises(ConfigError) as caught:
         unskew.run(**options)
     assert words in str(caught.value)
+
+
+def test_training_after_a_run_that_ended_early_has_the_rate_of_its_last_round():
+    training = Training(lr=1.0, lr_schedule="step:2,0.1", rounds=40)
+    assert training.rate(training.final_round(3)) == training.rate(2) == pytest.approx(0.1)
+    assert training.rate(training.final_round(40)) == training.rate(39)
+    assert training.final_round(40) == 40
+    assert Training(rounds=40).final_round(3) == 40  # the number decides about batches
+    assert training.rate(training.final_round(0)) == 1.0

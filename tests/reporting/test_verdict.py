@@ -1,5 +1,6 @@
 """Verdict and tables of small groups of runs, by hand."""
 
+import pytest
 from scipy import stats
 from support.run_groups import group
 
@@ -23,6 +24,16 @@ def test_a_lead_that_is_equal_in_all_seeds_is_not_tested():
     cells = [[cell.text for cell in row] for row in difference_table(part).rows]
     assert cells[0] == ["b", "a", "3", "-1.0", "equal in all seeds", "-1.0", "equal in all seeds"]
     assert [row["low"] for row in part.comparison.differences()] == [None, None]
+
+
+def test_differences_are_those_of_the_kept_model():
+    kept = {"a": {"kept_accuracy": 0.8, "kept_round": 1}, "b": {"kept_accuracy": 0.5, "kept_round": 2}}
+    part = group({"a": [0.31, 0.41, 0.61], "b": [0.30, 0.40, 0.60]}, kept)
+    assert [row["difference"] for row in part.comparison.differences()] == pytest.approx([-0.3, 0.3])
+    assert part.comparison.differences("accuracy")[1]["difference"] == pytest.approx(0.01)
+    table = difference_table(part)
+    assert table.columns[3].startswith("kept model: ")
+    assert [cell.text for cell in table.rows[0]][3] == "-30.0"
 
 
 def test_methods_with_lost_seeds_are_not_ranked_ahead_and_the_number_of_seeds_is_stated():

@@ -18,7 +18,7 @@ import unskew
 from unskew.errors import CheckpointError, UnskewError
 from unskew.simulation.checkpoint import list_checkpoints, read_manifest
 
-pytestmark = pytest.mark.fuzz
+pytestmark = [pytest.mark.fuzz, pytest.mark.filterwarnings("ignore:.*were in flight at the end of the run")]
 
 SIZES = [9, 12, 7, 8]
 OPTIONS = {"model": "logistic", "local_steps": 1, "engine": "inline", "seed": 1}

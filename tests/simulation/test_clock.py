@@ -148,6 +148,14 @@ def test_a_clock_that_does_not_fit_the_updates_in_flight_is_refused(trace, tmp_p
         check_manifest({**manifest, "clock": {"now": 1.0, "arrivals": {}}})
 
 
+def test_a_run_that_starts_from_another_one_loses_its_updates_in_flight_with_a_warning(trace, tmp_path):
+    network = {"trace": str(trace), "deadline": "1.5s"}
+    train(network, "fedasync", rounds=3, out=tmp_path / "a", checkpoint_every=3)
+    flying = len(read_manifest(tmp_path / "a" / "checkpoints" / "0000003")["in_flight"])
+    with pytest.warns(UserWarning, match=f"^{flying} updates that were in flight .* are lost"):
+        train(network, "fedasync", rounds=4, start_from=str(tmp_path / "a"))
+
+
 def test_a_run_that_starts_from_another_one_continues_its_clock(trace, tmp_path):
     network = {"trace": str(trace)}
     first = train(network, rounds=2, out=tmp_path / "a")

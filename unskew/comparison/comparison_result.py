@@ -215,7 +215,8 @@ class Comparison(NotebookTable):
         """Return the differences of a metric between all pairs of methods and references, paired by seed.
 
         Args:
-            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective.
+            metric: Key of ``summaries``, such as ``client_accuracy_mean``; None means the objective, with ``keep=best`` that
+                of the kept model.
 
         Returns:
             Rows with ``method``, ``minus``, ``seeds``, ``difference``, and ``low`` and ``high`` of its 95 % interval by
@@ -225,11 +226,12 @@ class Comparison(NotebookTable):
             ConfigError: If no summary has the key.
         """
         key, rows = metric or self.objective.name, []
-        known = {name for group in self.summaries.values() for summary in group for name in summary}
+        groups = {name: group if metric else [*map(final_metrics, group)] for name, group in self.summaries.items()}
+        known = {name for group in groups.values() for summary in group for name in summary}
         if key not in known:
             raise ConfigError(unknown_name("metric", key, known))
-        for base, name in permutations(self.summaries, 2):
-            values = paired_differences(self.summaries[name], self.summaries[base], key)
+        for base, name in permutations(groups, 2):
+            values = paired_differences(groups[name], groups[base], key)
             if values:
                 low, high = (not are_equal(values) and interval95(values)) or (None, None)
                 row = {"method": name, "minus": base, "seeds": len(values), "difference": mean_std(values)[0]}

@@ -112,6 +112,11 @@ def single_sample_error(who: str, why: str = "") -> DataError:
     )
 
 
+def most_parts(rules: Sequence[ClientRule]) -> int:
+    """Return the largest number of parts into which a rule splits batches."""
+    return max((rule.num_parts for rule in rules), default=1)
+
+
 def check_batch_sizes(setup: EngineConfig) -> None:
     """Validate that clients have validation samples, and no batch of one sample if BatchNorm cannot normalize it.
 
@@ -129,14 +134,16 @@ def check_batch_sizes(setup: EngineConfig) -> None:
     if any(rule.poisson_batches for rule in setup.rules):
         return
     rejects = [rejects_single_samples(spec, setup.device) for spec in setup.spec.architectures]
+    parts = most_parts(setup.rules)
     if not any(rejects):
         return
     for client, size in enumerate(map(setup.num_trained, federation.sizes.tolist())):
         if not rejects[client % len(rejects)]:
             continue
-        lengths = [cut.stop - cut.start for cut in training.cuts(size)]
+        lengths = [(cut.stop - cut.start) // parts for cut in training.cuts(size)]
         if 1 in lengths and training.steps(size, client) > lengths.index(1):
-            why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size})"
+            divided = f", each split into {parts} parts" if parts > 1 else ""
+            why = f" ({size} sample{'s' if size > 1 else ''} in batches of {training.batch_size}{divided})"
             raise single_sample_error(federation.client_title(client), why)
 
 
@@ -304,7 +311,7 @@ class LocalTrainer:
         setup, training, device = self.setup, self.setup.training, self.setup.device
         client = setup.federation.clients[broadcast.client]
         plan = setup.batch_plan(broadcast.round, broadcast.client).to(client.y.device)
-        if any(len(index) == 1 for index in plan.batches) and self._rejects_single_samples:
+        if any(len(index) // most_parts(setup.rules) == 1 for index in plan.batches) and self._rejects_single_samples:
             raise single_sample_error(setup.federation.client_title(broadcast.client))
         inputs = move_to(self.inputs_of(broadcast, plan), device)
         self.model.start(inputs["b_global"])

@@ -63,7 +63,7 @@ class PerFedAvg(ClientRule):
         return self.steps
 
     @property
-    def num_parts(self) -> int:
+    def num_parts(self) -> int:  # type: ignore[override]
         """Number of parts into which a batch is split."""
         return 3 if self.version == "hf" else 2
 

@@ -50,6 +50,9 @@ class ClientRule(WithServerHalf):
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
+    num_parts: int = 1
+    """Number of equal parts into which ``gradient`` splits each batch."""
+
     noise_for_rounds: ClassVar[bool] = False
     """Whether clients add noise that is computed for the number of rounds of the run."""
 

@@ -77,7 +77,7 @@ class Training:
     def rate(self, round: int, step: int | None = None) -> float:
         """Return the learning rate of a round or step.
 
-        Training after the last round, such as ``ft``, uses the rate of the last round.
+        Training after the last round, such as ``ft``, uses the rate of the last round, see ``final_round``.
 
         Args:
             round: Number of the round, from 0.
@@ -85,13 +85,24 @@ class Training:
         """
         if not self.scheduled:
             return self.lr
-        round = min(round, self.rounds - 1)
+        if round >= self.rounds:
+            round = max(0, 2 * self.rounds - 1 - round)
         if self.lr_schedule_per == "round":
             return self.lr * self.schedule.factor(round, self.rounds)
         steps = self.local_steps or 1
         if step is None:
             return sum(self.rate(round, s) for s in range(steps)) / steps
         return self.lr * self.schedule.factor(round * steps + step, self.rounds * steps)
+
+    def final_round(self, executed: int) -> int:
+        """Return the number of the training after the last round, from which its learning rate follows.
+
+        If a run ends early, the number is larger by the rounds that were not executed.
+
+        Args:
+            executed: Number of rounds of the run that were executed.
+        """
+        return self.rounds + (self.rounds - executed if self.scheduled else 0)
 
     def at(self, round: int, step: int | None = None) -> Training:
         """Return a copy with a constant learning rate: the rate of the given round or step, see ``rate``.

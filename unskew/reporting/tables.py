@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from unskew.comparison.benefit import Benefit
@@ -197,7 +198,8 @@ def difference_table(part: RunGroup) -> Table | None:
     """Build a table of differences between methods, paired by seed on the same partition; None for a single method."""
     judge = part.objective
     names = (judge.name, f"best_{judge.name}")
-    summaries = part.comparison.ranked
+    summaries = part.comparison.ranked_final
+    last = "kept model" if keeps_best(chain.from_iterable(summaries.values())) else "last"
     rows, groups = [], []
     for base, others in summaries.items():
         own_rows, tests = [], []
@@ -221,7 +223,7 @@ def difference_table(part: RunGroup) -> Table | None:
     if not rows:
         return None
     unit = f"{judge.title}, points" if judge.percent else judge.title
-    columns = [f"{when}: {title}" for when in ("last", "best") for title in (unit, "95 % interval", "significant?")]
+    columns = [f"{when}: {title}" for when in (last, "best") for title in (unit, "95 % interval", "significant?")]
     caption = (
         "Differences to another method, paired by seed, with 95 % intervals of Student's t. Significance is at the 5 % "
         "level, with p-values corrected by Holm's method for the number of methods; differences that are equal in all seeds "

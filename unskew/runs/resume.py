@@ -42,7 +42,8 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
     """Start from the model, traffic and history of the run in ``parent``.
 
     The state of rules that both methods contain is kept. Rules that only the new method contains start with their initial
-    state. The states of sampler, attack and diagnostics are kept if both runs have the same ones.
+    state. The states of sampler, attack and diagnostics are kept if both runs have the same ones. Updates in flight are lost,
+    with a warning.
 
     Args:
         parent: Folder of the other run.
@@ -92,6 +93,17 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
     differing = differing_fields(extra["config"], config)
     observed = [kind for kind, field in OBSERVED.items() if field not in differing]
     restore.start_from_run(path, manifest, server, before, observed)
+    with restore.checkpoint_errors(path):
+        flying, kept = len(manifest["in_flight"]), int(extra["best"][0]) if "best" in extra else done
+    if flying:
+        recorder.warn(
+            f"{flying} updates that were in flight at the end of the run in {parent} are lost: their clients train again."
+        )
+    if kept != done:
+        recorder.warn(
+            f"The run continues from the last round of the run in {parent}, not from the model of round {kept} that it has "
+            "kept."
+        )
     recorder.adopt(check_rounds(read_history(parent)[:done], parent / "metrics.jsonl", done), extra["seconds"])
     return done
 

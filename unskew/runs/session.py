@@ -164,7 +164,8 @@ class Session:
         if clock is not None:
             clock.add_exchange(counted)
         score = self.evaluator.evaluate_test(*self.server.selection.evaluated)
-        before, held_out = self.recorder.history[-1], self.stopping.round_metrics(self.server)
+        # Rows are of all rounds from 1; round 0 stands for the last one.
+        before, held_out = self.recorder.history[self.best.round - 1], self.stopping.round_metrics(self.server)
         judged = self.stopping.score
         return {
             task.scored: score.accuracy,

@@ -154,7 +154,8 @@ class SimulatedClients:
         scores = evaluate(partial(personal_models.stored_models, server, personal=False) if differ else None)
         own: ClientScores | None = None
         if personal_models.has_fine_tuning(parts.method):
-            tuned = partial(personal_models.fine_tuned_models, server, engine, config.rounds, parts.sampler.size)
+            last = config.training.final_round(len(parts.recorder.history))
+            tuned = partial(personal_models.fine_tuned_models, server, engine, last, parts.sampler.size)
             own = evaluate(kept_personal_models(tuned, parts.folder, parts.recorder.warn))
         elif personal_models.has_personal_models(parts.method, parts.spec):
             own = evaluate(partial(personal_models.stored_models, server, personal=True))
@@ -200,11 +201,11 @@ class SimulatedClients:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
             engine = make_engine(name, replace(parts.setup, federation=every))
-            at_once = parts.sampler.size
+            at_once, last = parts.sampler.size, config.training.final_round(len(parts.recorder.history))
 
             def tuned(clients: Sequence[int]) -> Served:
                 ids = [first + k for k in clients]
-                return personal_models.fine_tuned_models(server, engine, config.rounds, at_once, ids)
+                return personal_models.fine_tuned_models(server, engine, last, at_once, ids)
 
             try:
                 own = evaluate(tuned)

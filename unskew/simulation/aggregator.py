@@ -211,7 +211,8 @@ class Aggregator:
         sums = intake.round_updates.aggregate
         if intake.accepted or combined:
             all_updates = self.updates(round, intake.round_updates, current.b)
-            rules = {half.name: half.server_update(rules[half.name], all_updates) for half in method.halves}
+            with self._meter():
+                rules = {half.name: half.server_update(rules[half.name], all_updates) for half in method.halves}
             # Buffers of updates that wait in the server's buffer move together with the model.
             if rule_b is None:
                 rule_b = b if rule.updates_per_step is not None and sums.buffer_change is not None else sums.buffers

@@ -117,17 +117,17 @@ class Sampler:
     # ---- reports ----------------------------------------------------------------------------------------------------
 
     def watch_sent(self, results: Iterable[Update], cohort: Sequence[int], clock: Clock | None) -> Iterator[Update]:
-        """Yield the updates that the clients of a round send, and note their times.
+        """Begin the reports of a round, and return the updates that its clients send; their times are noted.
 
         Args:
             results: Updates of the clients that did not drop out.
             cohort: Clients of the round.
             clock: Virtual clock; None without simulated time.
-
-        Yields:
-            The same updates.
         """
-        self.reports = {client: ClientReport(client) for client in cohort}
+        self.reports = {client: ClientReport(client) for client in cohort}  # before late updates of other rounds arrive
+        return self._with_times(results, clock)
+
+    def _with_times(self, results: Iterable[Update], clock: Clock | None) -> Iterator[Update]:
         for update in results:
             if clock is not None:
                 seconds = clock.arrival(update) - clock.now

@@ -468,6 +468,13 @@ def test_the_cosine_is_that_of_two_gradients_and_only_measures():
     assert found == pytest.approx(1.0)
 
 
+def test_training_of_class_means_at_the_server_is_counted():
+    """A head of 4 features and 3 classes: forward and two gradients of a linear layer, for each class mean."""
+    options = {"network": {"delay": "none"}, "participation": 1.0, "rounds": 1, "diagnose": ["server"], "model": "mlp"}
+    fewer, more = (train(f"fedgh:epochs={epochs}", **options).summary["server/gflops"] for epochs in (1, 11))
+    assert more > fewer > 0
+
+
 def test_what_the_server_computes_and_holds_is_counted():
     """A linear layer of 72 x 3 with a bias: forward 2 n d_w, backward the same (its input needs no gradient)."""
     options = {"network": {"delay": "none"}, "participation": 1.0, "rounds": 2, "diagnose": ["server"]}

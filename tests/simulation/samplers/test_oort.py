@@ -266,3 +266,29 @@ def test_references_do_not_use_losses_and_times():
 def test_invalid_options_and_protected_runs_are_rejected(options, message):
     with pytest.raises(ConfigError, match=message):
         run(**options)
+
+
+def test_updates_that_arrive_in_a_later_round_are_reported(tmp_path, monkeypatch):
+    """Clients 3 to 5 always miss the deadline; nothing but their late updates tells that they take part."""
+    rows = [f"{k},1GB/s,1GB/s,0,{0.01 if k < 3 else 0.25}" for k in range(6)]
+    (tmp_path / "speeds.csv").write_text("\n".join(["client,uplink,downlink,latency,compute", *rows]))
+    seen, record = [], Oort.record
+
+    def noted(self, state, round, told):
+        seen.extend((report.client, report.arrived) for report in told)
+        return record(self, state, round, told)
+
+    monkeypatch.setattr(Oort, "record", noted)
+    result = unskew.run(
+        blobs(SIZES[:6]),
+        model="logistic",
+        method="fedbuff:buffer_size=2",
+        rounds=8,
+        local_steps=2,
+        participation=0.5,
+        sampling="oort",
+        network={"trace": str(tmp_path / "speeds.csv"), "deadline": "300ms"},
+    )
+    arrived = sum(row["arrivals"] for row in result.history)
+    assert sum(arrival for _, arrival in seen) == arrived
+    assert any(arrival for client, arrival in seen if client > 2)

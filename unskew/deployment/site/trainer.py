@@ -347,7 +347,8 @@ class SiteTrainer:
         after_last = request.kind == "evaluate" or request.config.get("closing") is True
         if request.config.get("closing") is True and not any("final" in survey_times(r) for r in self.method.client):
             raise InvalidMessageError("the method has no survey after the last round")
-        if done + (not after_last) > self.config.rounds:
+        # The number of a training after the last round tells how many were executed, see ``Training.final_round``.
+        if done + (not after_last) > self.config.rounds * (1 + after_last):
             raise InvalidMessageError(
                 f"round {done + 1} is beyond the {self.config.rounds} rounds that {self.site.name} has agreed to"
             )
