@@ -15,6 +15,7 @@ import unskew
 from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_names, why_text
+from unskew.data.readers.column_roles import is_string
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
 from unskew.errors import ConfigError, DataError
@@ -146,6 +147,26 @@ def test_views_of_strings_are_strings(tmp_path):
     parquet.write_table(pa.table({"v": values}), tmp_path / "t.parquet")
     table, _ = file_tables(tmp_path / "t.parquet")
     assert (table.schema.field("v").type, table.column("v").to_pylist()) == (pa.string(), ["a", None, "b"])
+
+
+def test_categories_of_pandas_are_strings_with_missing_values_also_next_to_files_of_strings(tmp_path):
+    ward = ["a", None, "b", "?"]
+    for name, dtype in (("train_a", "category"), ("train_b", "object")):
+        pd.DataFrame({"ward": pd.Series(ward, dtype=dtype)}).to_parquet(tmp_path / f"{name}.parquet")
+    table, _ = file_tables(tmp_path)
+    assert (is_string(table.schema.field("ward").type), table.column("ward").to_pylist()) == (True, [*ward, *ward])
+    table, _ = file_tables(tmp_path / "train_a.parquet", CsvSpec(missing=("?",)))
+    assert table.column("ward").to_pylist() == ["a", None, "b", None]
+
+
+def test_rows_without_a_site_in_a_column_of_pandas_categories_are_missing_values(tmp_path):
+    site = pd.Categorical([None, "Oslo", "Bergen"] * 20)
+    pd.DataFrame({"site": site, "a": np.arange(60) % 7, "y": np.arange(60) % 2}).to_parquet(tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    with pytest.raises(DataError, match="'site' has .* missing values"):
+        unskew.load_federation(f"table:{tmp_path / 't.parquet'}", **options | {"partition": "natural:site"})
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="site", **options)
+    assert fed.encoders[0].values == ("Bergen", "Oslo")
 
 
 def test_files_and_parts_are_typed_together(tmp_path):

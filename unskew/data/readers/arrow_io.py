@@ -71,20 +71,32 @@ def check_nesting(path: Path) -> None:
 
 
 def read_parquet(path: Path) -> Any:
-    """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory."""
+    """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory.
+
+    Columns of dictionaries, as pandas writes categories, get the type of their values.
+    """
     file, stored = parquet.ParquetFile(path), path.stat().st_size
     shape = file.metadata.num_rows, file.metadata.num_columns
     check_expansion(f"{path} ({shape[0]:,} rows and {shape[1]:,} columns)", 8 * shape[0] * shape[1], stored)
     batches, size = [], 0
-    for batch in file.iter_batches(BATCH):
+    for batch in map(without_dictionaries, file.iter_batches(BATCH)):
         size += batch.nbytes
         check_expansion(str(path), size, stored)
         batches.append(batch)
-    table = pa.Table.from_batches(batches, file.schema_arrow)
+    schema = without_dictionaries(file.schema_arrow.empty_table()).schema
+    table = pa.Table.from_batches(batches, schema)
     for position, field in enumerate(table.schema):
         if pa.types.is_binary(field.type) and (text := decoded(table.column(position))) is not None:
             table = table.set_column(position, field.name, text)
     return table
+
+
+def without_dictionaries(rows: Any) -> Any:
+    """Return a batch or a table of pyarrow in which columns of dictionaries have the type of their values."""
+    for position, field in enumerate(rows.schema):
+        if pa.types.is_dictionary(field.type):
+            rows = rows.set_column(position, field.name, rows.column(position).cast(field.type.value_type))
+    return rows
 
 
 def decoded(column: Any) -> Any | None:

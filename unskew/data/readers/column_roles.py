@@ -343,9 +343,7 @@ def is_category_text(column: Any) -> bool:
 
 
 def is_string(kind: Any) -> bool:
-    """Return whether a pyarrow type is a string type, or a dictionary of strings."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    """Return whether a pyarrow type is a string type."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 
