@@ -115,13 +115,16 @@ def test_missing_values_of_other_files_are_listed_alike(tmp_path, monkeypatch, k
         file_tables(path, CsvSpec(missing=("?",), decimal="comma"))
 
 
-@pytest.mark.parametrize("kind", ["float16", "uint64", "decimal"])
-def test_numbers_of_any_type_may_be_missing(tmp_path, kind):
-    values = [1, 99, 99, 2]
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("float16", 99), ("float16", 99.9), ("float32", -99.9), ("float64", -99.9), ("uint64", 99), ("decimal", 99)],
+)
+def test_numbers_of_any_type_may_be_missing(tmp_path, kind, number):
+    values = [1, number, number, 2]
     column = pa.array(values, pa.decimal128(9, 2)) if kind == "decimal" else pa.array(np.array(values, kind))
     parquet.write_table(pa.table({"v": column}), tmp_path / "t.parquet")
-    assert file_tables(tmp_path / "t.parquet")[0].column("v").to_pylist() == values
-    table, _ = file_tables(tmp_path / "t.parquet", CsvSpec(missing=("99",)))
+    assert file_tables(tmp_path / "t.parquet")[0].column("v").equals(pa.chunked_array([column]))
+    table, _ = file_tables(tmp_path / "t.parquet", CsvSpec(missing=(str(number),)))
     assert table.column("v").to_pylist() == [1, None, None, 2]
     assert table.column("v").type == column.type
 
@@ -163,7 +166,7 @@ def test_rows_without_a_site_in_a_column_of_pandas_categories_are_missing_values
     site = pd.Categorical([None, "Oslo", "Bergen"] * 20)
     pd.DataFrame({"site": site, "a": np.arange(60) % 7, "y": np.arange(60) % 2}).to_parquet(tmp_path / "t.parquet")
     options = {"label": "y", "partition": "iid", "clients": 2}
-    with pytest.raises(DataError, match="'site' has .* missing values"):
+    with pytest.raises(DataError, match="'site' has 17 missing values"):
         unskew.load_federation(f"table:{tmp_path / 't.parquet'}", **options | {"partition": "natural:site"})
     fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="site", **options)
     assert fed.encoders[0].values == ("Bergen", "Oslo")
