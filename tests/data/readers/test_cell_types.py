@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import unicodedata
 
 import numpy as np
@@ -524,6 +525,36 @@ def test_numbers_in_other_scripts_and_large_thousands_are_explained():
     assert why_text(pa.chunked_array([["\u0661\u0662", "\u0663"]])) is None
     assert "csv.thousands" in why_text(pa.chunked_array([["1,234,567", "1,234", "999"]]))
     assert "points for thousands" in why_text(pa.chunked_array([["1.234,5", "2,5"]]))
+
+
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (["0.5", None, "-1"], "numbers stored as text; store them as numbers"),
+        (
+            ["0.5", "1,5", "2"],
+            "numbers with different decimal marks, such as 1,5 and 0.5; write them with the same mark",
+        ),
+        (["1,5", "inf"], "numbers with decimal commas, see csv.decimal"),
+    ],
+)
+def test_text_of_numbers_only_is_explained(tmp_path, cells, reason):
+    rows = {"v": cells * 20, "a": np.arange(20 * len(cells)) % 7, "y": np.arange(20 * len(cells)) % 2}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for more in ({}, {"categories": "auto"}):
+        fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", **options | more)
+        assert fed.columns["v"] == f"left out: {reason}"
+    with pytest.raises(DataError, match=re.escape(f"'v' in features is not numeric ({reason})")):
+        unskew.load_federation(f"table:{tmp_path / 't.parquet'}", features="v,a", **options)
+
+
+@pytest.mark.parametrize("values", [["0.0", "1.0"], ["-1", "1"], [f"{k / 2}" for k in range(12)]])
+def test_labels_of_strings_are_names_of_classes_also_if_they_are_numbers(tmp_path, values):
+    rows = {"a": np.arange(120) / 7, "y": [values[k % len(values)] for k in range(120)]}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", label="y", partition="iid", clients=2)
+    assert fed.class_names == tuple(sorted(values))
 
 
 @pytest.mark.parametrize("missing", [True, [None], {"v": 1}])

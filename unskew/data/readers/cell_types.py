@@ -33,6 +33,8 @@ THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
 SHOWN, SAMPLE = 3, 100
 CODES = "codes, such as 007 or 12E5; list it in categories, or in features to use the numbers"
 """Reason that ``why_text`` returns for a column of codes."""
+STORED_AS_TEXT = "numbers stored as text; store them as numbers"
+"""Reason that ``why_text`` returns for a column of numbers with decimal points, as other formats than CSV may have."""
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,7 @@ def every(texts: Any, pattern: str) -> bool:
 
 
 def why_text(column: Any) -> str | None:
-    """Return why a column of strings does not contain numbers or dates, although most of its values look like them.
+    """Return why a column of strings does not contain numbers or dates, although most or all of its values look like them.
 
     Args:
         column: Values of the column.
@@ -398,6 +400,16 @@ def why_text(column: Any) -> str | None:
     if formats and all(date_formats(text) for text in texts.slice(0, 100).to_pylist()):
         return f"dates such as {texts[0].as_py()}, whose format is ambiguous or mixed; see csv.dates"
     strange = [row for row, text in enumerate(column.to_pylist()) if text is not None and not may_be_number(text)]
+    if not strange:
+        with_point = pc.filter(texts, pc.match_substring(texts, "."))
+        if not len(with_comma):
+            return STORED_AS_TEXT
+        if not len(with_point):
+            return "numbers with decimal commas, see csv.decimal"
+        return (
+            f"numbers with different decimal marks, such as {with_comma[0].as_py()} and {with_point[0].as_py()}; write "
+            "them with the same mark"
+        )
     if 2 * len(strange) >= len(texts):
         return None
     row = strange[0]
