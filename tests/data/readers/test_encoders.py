@@ -14,7 +14,7 @@ from support.tolerance import near
 import unskew
 from unskew.config.loader import experiment
 from unskew.data.column_statistics import category_bytes, column_totals
-from unskew.data.readers.encoders import Encoder, category_counts
+from unskew.data.readers.encoders import Encoder, category_counts, read_column
 from unskew.errors import ConfigError, DataError
 from unskew.methods.registry import method
 from unskew.models.registry import MODELS, build_model
@@ -25,7 +25,9 @@ from unskew.sums.base import ClientRows
 from unskew.sums.exchange import SimulatedExchange
 from unskew.testing import assert_engines_agree
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
+pc = pytest.importorskip("pyarrow.compute")
+parquet = pytest.importorskip("pyarrow.parquet")
 TINY = {"rounds": 2, "local_steps": 3, "batch_size": 8, "lr": 0.1, "engine": "inline"}
 COLUMNS = {"label": "sick", "partition": "natural:ward", "clients": None}
 
@@ -134,6 +136,27 @@ def test_a_plain_table_is_read_as_before(table):
 def test_columns_that_are_not_what_they_are_called_are_refused(table, options, words):
     with pytest.raises((DataError, ConfigError), match=words):
         load(table, **options)
+
+
+@pytest.mark.parametrize("kind", ["date32", "date64", "s", "ms", "us", "ns"])
+def test_dates_of_every_resolution_are_days_since_1970(kind):
+    half = kind not in ("date32", "date64")
+    days = pa.array(["2024-01-31 12:00:00" if half else "2024-01-31", None, "9999-12-31" if kind != "ns" else None])
+    dates = days.cast(pa.timestamp("s")).cast(getattr(pa, kind)() if not half else pa.timestamp(kind))
+    if kind in ("us", "ns"):
+        dates = pc.add(dates, pa.scalar(1, pa.duration(kind)))  # below the resolution of microseconds for ns
+    read = read_column(pa.chunked_array([dates]), Encoder("d", "date", fills=True), "d")
+    last = np.nan if kind == "ns" else 2_932_896.0
+    assert read == pytest.approx([19_753 + half / 2, np.nan, last], abs=1e-8, nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
+def test_whole_numbers_of_every_floating_type_are_categories(tmp_path, kind):
+    rows = {"c": np.array([1, 2, 3] * 20, kind), "a": np.arange(60) % 7, "y": np.arange(60) % 2}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="c", **options)
+    assert fed.encoders[0].values == ("1", "2", "3")
 
 
 def test_tables_alone_have_categories():

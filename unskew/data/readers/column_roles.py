@@ -333,6 +333,7 @@ def is_date(kind: Any) -> bool:
 def is_category(column: Any) -> bool:
     """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
     if pa.types.is_floating(column.type):
+        column = column.cast(pa.float64())  # pyarrow does not round float16
         return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
     return is_string(column.type) or is_numeric(column.type)
 
