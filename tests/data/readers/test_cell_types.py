@@ -446,6 +446,64 @@ def test_each_file_of_a_folder_can_be_a_client(tmp_path):
     assert shared.columns["file"] == "left out: names of files"
 
 
+def write_site(file, n=40):
+    """Write rows of numbers and dates whose day and month only CSV files can confuse."""
+    days = [f"2024-{1 + k % 12:02}-{1 + k % 28:02}" for k in range(n)]
+    frame = pd.DataFrame({"a": np.arange(n) % 7, "day": pd.to_datetime(days), "y": np.arange(n) % 2})
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".parquet":
+        frame.to_parquet(file)
+    elif file.suffix == ".jsonl":
+        frame.assign(day=days).to_json(file, orient="records", lines=True)
+    else:
+        frame.assign(day=frame["day"].dt.strftime("%d.%m.%Y")).to_csv(file, index=False)
+
+
+def test_files_of_a_folder_may_have_different_formats(tmp_path):
+    for name in ("bergen.parquet", "oslo.csv", "rome.jsonl", "test.csv"):
+        write_site(tmp_path / name)
+    table, test = file_tables(tmp_path)
+    assert (table.num_rows, test.num_rows) == (120, 40)
+    assert json.loads(table.schema.metadata[b"dates"]) == {"day": "%d.%m.%Y"}
+    options = {"label": "y", "partition": "natural:file", "dates": "day"}
+    fed = unskew.load_federation(f"table:{tmp_path}", **options)
+    assert (fed.client_names, fed.sizes.tolist(), len(fed.test[1])) == (("bergen", "oslo", "rome"), [36] * 3, 40)
+    assert (fed.test[0][:, 1].min(), fed.test[0][:, 1].max()) == (19723, 20081)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_a_test_file_may_have_another_format_than_the_training_file(tmp_path, kind):
+    write_site(tmp_path / "train.csv")
+    write_site(tmp_path / f"test.{kind}", 22)
+    for path in (tmp_path, tmp_path / "train.csv"):
+        fed = unskew.load_federation(f"table:{path}", label="y", features="a", partition="iid", clients=2)
+        assert (fed.sizes.sum(), len(fed.test[1])) == (36, 22)
+
+
+def test_a_table_in_two_formats_is_an_error(tmp_path):
+    for name in ("oslo.csv", "oslo.parquet", "rome.csv"):
+        write_site(tmp_path / name)
+    with pytest.raises(
+        DataError, match=r"contains oslo.csv and oslo.parquet, which may have the same rows. Remove one"
+    ):
+        file_tables(tmp_path)
+    for name in ("train.csv", "train.parquet", "test.csv", "test.parquet"):
+        write_site(tmp_path / "both" / name, 10 if name.endswith("csv") else 20)
+    assert [part.num_rows for part in file_tables(tmp_path / "both" / "train.parquet")] == [20, 20]
+
+
+def test_tables_that_are_not_read_are_reported(tmp_path, capsys):
+    for name in ("train.csv", "test.parquet", "validation.jsonl", "oslo/a.csv"):
+        write_site(tmp_path / name)
+    file_tables(tmp_path)
+    file_tables(tmp_path / "train.csv")
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path}: not read, because neither train nor test: validation.jsonl",
+        f"{tmp_path}: not read, because in a subfolder: oslo/a.csv",
+        f"{tmp_path / 'train.csv'}: not read, because neither train nor test: validation.jsonl",
+    ]
+
+
 def test_arrays_whose_digits_float32_loses_are_reported():
     x = np.column_stack([np.arange(60.0), 1.7e9 + np.arange(60.0)])
     pair = (x, np.arange(60) % 2)

@@ -131,7 +131,8 @@ def read_tables(
         report_progress("files read", number, len(files))
         tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file, csv.missing))
     texts = [table for table in tables if isinstance(table, TextTable)]
-    typed = iter(type_columns(texts, uses, training))
+    of_training = None if training is None else sum(isinstance(table, TextTable) for table in tables[:training])
+    typed = iter(type_columns(texts, uses, of_training))
     return [next(typed) if isinstance(table, TextTable) else table for table in tables]
 
 
