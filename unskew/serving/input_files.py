@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from unskew.data.harmonized_source import site_names
-from unskew.data.readers.arrow import pa
+from unskew.data.readers.arrow import pa, plain_numbers
 from unskew.data.readers.arrow_io import read_cells, read_typed
 from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
@@ -199,7 +199,7 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec, new_site: bool) -> 
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
     values, fitted = read_columns(table, encoders, str(path), REMEDY), inputs.harmonization
     if fitted is not None:
-        columns = {fitted.site: table.column(fitted.site).to_numpy()} if fitted.site in existing else {}
+        columns = {fitted.site: plain_numbers(table.column(fitted.site)).to_numpy()} if fitted.site in existing else {}
         sites = site_names(columns, fitted.site, f"The rows of {path}")
         values = fitted.harmonize(values, encoders, sites, str(path), new_site)
     return torch.from_numpy(impute(values, encoders))

@@ -150,13 +150,22 @@ def test_dates_of_every_resolution_are_days_since_1970(kind):
     assert read == pytest.approx([19_753 + half / 2, np.nan, last], abs=1e-8, nan_ok=True)
 
 
-@pytest.mark.parametrize("kind", ["float16", "float32", "float64"])
-def test_whole_numbers_of_every_floating_type_are_categories(tmp_path, kind):
-    rows = {"c": np.array([1, 2, 3] * 20, kind), "a": np.arange(60) % 7, "y": np.arange(60) % 2}
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "decimal"])
+def test_whole_numbers_of_every_type_are_categories_clients_and_classes(tmp_path, kind):
+    values = np.arange(120) % 3 + 9
+    decimals = pa.array(values.astype(str)).cast(pa.decimal128(9, 2))
+    numbers = decimals if kind == "decimal" else pa.array(values.astype(kind))
+    rows = {"c": numbers, "s": numbers, "a": np.arange(120) % 7 / 2, "y": numbers}
     parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
-    options = {"label": "y", "partition": "iid", "clients": 2}
+    options = {"label": "y", "partition": "natural:s"}
     fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="c", **options)
-    assert fed.encoders[0].values == ("1", "2", "3")
+    assert fed.encoders[0].values == ("10", "11", "9")
+    assert (fed.client_names, fed.class_names) == (("9", "10", "11"), ("9", "10", "11"))
+    fraction = pa.array(["1.5", "2.0"] * 60).cast(pa.decimal128(9, 2) if kind == "decimal" else pa.float64())
+    for name, words in (("c", "'c' in categories contains"), ("y", "'y' .* contains fractions or NaN")):
+        parquet.write_table(pa.table(rows | {name: fraction}), tmp_path / "t.parquet")
+        with pytest.raises(DataError, match=words):
+            unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="c", **options)
 
 
 def test_tables_alone_have_categories():

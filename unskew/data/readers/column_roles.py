@@ -7,7 +7,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.arrow import pa, pc, plain_numbers
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import parse_names, quote
@@ -332,8 +332,8 @@ def is_date(kind: Any) -> bool:
 
 def is_category(column: Any) -> bool:
     """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
+    column = plain_numbers(column)
     if pa.types.is_floating(column.type):
-        column = column.cast(pa.float64())  # pyarrow does not round float16
         return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
     return is_string(column.type) or is_numeric(column.type)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.data.column_statistics import ColumnTotals
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import cast, pa, pc
+from unskew.data.readers.arrow import cast, pa, pc, plain_numbers
 from unskew.data.readers.cell_types import TRUTH, may_be_number
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.missing_values import PLACEHOLDERS
@@ -195,8 +195,7 @@ def to_texts(column: Any, what: str | None = None) -> np.ndarray:
         column: Values of the column.
         what: Description of the column, for the error about two names for the same thing; None does not check for it.
     """
-    if pa.types.is_float16(column.type):
-        column = column.cast(pa.float32())  # pyarrow does not round float16
+    column = plain_numbers(column)
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
         integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import pa
+from unskew.data.readers.arrow import pa, plain_numbers
 from unskew.data.readers.cell_types import CODES, STORED_AS_TEXT, why_text
 from unskew.data.readers.class_names import metadata_class_names
 from unskew.data.readers.column_roles import (
@@ -407,7 +407,7 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
         skip: Further columns to skip.
     """
     return {
-        field.name: table.column(field.name).to_numpy()
+        field.name: plain_numbers(table.column(field.name)).to_numpy()
         for field in table.schema
         if field.name not in skip and is_plain(field.type)
     }
