@@ -356,13 +356,18 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
     """
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
-        mark = {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(thousands, re.escape(thousands))
+        mark = thousands_pattern(thousands)
         grouped = rf"^[+-]?\d{{1,3}}({mark}\d{{3}})+({re.escape(decimal)}\d*)?$"
         without = pc.replace_substring_regex(cells, mark, "")
         cells = pc.if_else(pc.match_substring_regex(cells, grouped), without, cells)
     if decimal == ",":
         cells = pc.replace_substring(pc.replace_substring(cells, ".", "\0"), ",", ".")
     return cells
+
+
+def thousands_pattern(mark: str) -> str:
+    """Return a regular expression for a thousands mark and the characters that programs write instead of it."""
+    return {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(mark, re.escape(mark))
 
 
 def every(texts: Any, pattern: str) -> bool:
