@@ -112,7 +112,7 @@ def test_missing_values_of_other_files_are_listed_alike(tmp_path, monkeypatch, k
     ]
     table, _ = file_tables(path, CsvSpec(missing=("-999.0", "?")))
     assert table.to_pydict() == {"n": [20, None, 31, None], "x": [0.5, 0.25, None, 1.5], "t": ["a", None, "-999", "b"]}
-    with pytest.raises(ConfigError, match=r"but .*t\.\w+ is none. Remove all of its options except csv.missing"):
+    with pytest.raises(ConfigError, match=r"but .*t\.\w+ is none. Remove all of its options except csv.missing and"):
         file_tables(path, CsvSpec(missing=("?",), decimal="comma"))
 
 
@@ -643,6 +643,83 @@ def test_new_rows_are_read_with_the_date_format_of_training_and_a_given_decimal_
     gaps = call(capsys, "predict", "r", "gaps.csv")
     assert "'a' has 1 missing or infinite values" in gaps.err
     assert "only csv.field=value" in call(capsys, "predict", "r", "iso.csv", "--set", "lr=1").err
+
+
+def write_dates(file, form, n=80):
+    """Write rows with dates as text, and return the frame."""
+    days = pd.date_range("2020-01-01 10:00", periods=n, freq="41h").strftime(form)
+    frame = pd.DataFrame({"day": days, "a": np.arange(n) % 7, "y": np.arange(n) % 2})
+    if file.suffix == ".csv":
+        frame.to_csv(file, index=False)
+    elif file.suffix == ".parquet":
+        frame.to_parquet(file)
+    else:
+        frame.to_json(file, orient="records", lines=True)
+
+
+DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S.000", "%Y-%m-%d %H:%M:%SZ", "%d.%m.%Y", "%m/%d/%Y %H:%M"]
+
+
+@pytest.mark.parametrize("form", DATES)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_dates_stored_as_text_are_read_as_in_csv_files(tmp_path, kind, form):
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for suffix in ("csv", kind):
+        write_dates(tmp_path / f"t.{suffix}", form)
+    for more in ({"dates": "day"}, {"split_by": "time:day"}, {"dates": "day", "split_by": "time:day"}):
+        expected, fed = (unskew.load_federation(f"table:{tmp_path}/t.{s}", **options, **more) for s in ("csv", kind))
+        assert (fed.columns, fed.encoders) == (expected.columns, expected.encoders)
+        assert torch.equal(fed.test[0], expected.test[0])
+    run = {"model": "logistic", "rounds": 1, "engine": "inline", "out": tmp_path / "run", "dates": "day"}
+    unskew.run(data=f"table:{tmp_path}/t.{kind}", **options, **run)
+    inputs = unskew.load_predictor(tmp_path / "run").inputs
+    x, y = (read_rows(tmp_path / f"t.{suffix}", inputs).x for suffix in ("csv", kind))
+    assert torch.equal(x, y)
+    assert len(x[:, 0].unique()) == 80
+
+
+def test_ambiguous_dates_of_other_files_need_the_format_of_dates(tmp_path):
+    frame = pd.DataFrame(
+        {"day": ["01/02/2020", "03/04/2020"] * 20, "a": np.arange(40) % 7, "y": np.arange(40) // 2 % 2}
+    )
+    frame.to_parquet(tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for more in ({"dates": "day"}, {"split_by": "time:day"}):
+        with pytest.raises(DataError, match=r"contains .*'01/02/2020'.* set csv.dates to their format"):
+            unskew.load_federation(f"table:{tmp_path}/t.parquet", **options, **more)
+    dates = {"csv": {"dates": "%m/%d/%Y"}}
+    fed = unskew.load_federation(f"table:{tmp_path}/t.parquet", dates="day", **options, **dates)
+    assert fed.test[0][:, 0].unique().tolist() == [18263, 18325]
+    unskew.load_federation(f"table:{tmp_path}/t.parquet", split_by="time:day", **options, **dates)
+
+
+def test_dates_stored_as_text_are_decided_over_all_files_and_explained_if_they_are_not_declared(tmp_path):
+    for name, day in (("a.csv", "13.01.2020"), ("b.parquet", "01.02.2020"), ("c.jsonl", "2020-02-03")):
+        write_dates(tmp_path / name, day, 20)
+    options = {"label": "y", "partition": "natural:file"}
+    with pytest.raises(DataError, match="'day' contains"):
+        unskew.load_federation(f"table:{tmp_path}", **options)
+    fed = unskew.load_federation(f"table:{tmp_path}", dates="day", **options)
+    assert fed.test[0][:, 0].unique().tolist() == [18274, 18293, 18295]
+    alone = unskew.load_federation(f"table:{tmp_path}/b.parquet", label="y", partition="iid", clients=2)
+    assert alone.columns["day"].startswith("left out: dates such as 01.02.2020, whose format is ambiguous")
+    write_dates(tmp_path / "d.parquet", "13.02.2020", 20)
+    alone = unskew.load_federation(f"table:{tmp_path}/d.parquet", label="y", partition="iid", clients=2)
+    assert alone.columns["day"] == "left out: dates stored as text such as 13.02.2020, see dates"
+
+
+def test_new_rows_of_other_files_have_dates_in_the_format_of_training(tmp_path):
+    write_dates(tmp_path / "t.parquet", "%d.%m.%Y")
+    options = {"data": f"table:{tmp_path}/t.parquet", "label": "y", "partition": "iid", "clients": 2, "dates": "day"}
+    unskew.run(**options, model="logistic", rounds=1, engine="inline", out=tmp_path / "run")
+    predictor = unskew.load_predictor(tmp_path / "run")
+    for name, cell in (("one", "03.05.2020"), ("iso", "2020-05-03"), ("text", "soon")):
+        pd.DataFrame({"day": [cell], "a": [2]}).to_parquet(tmp_path / f"{name}.parquet")
+    one, iso = (read_rows(tmp_path / f"{name}.parquet", predictor.inputs) for name in ("one", "iso"))
+    assert torch.equal(one.x, iso.x)
+    assert one.cells.column("day").to_pylist() == ["03.05.2020"]
+    with pytest.raises(DataError, match="'day' contains 'soon' in row 0, not dates"):
+        predictor.predict_file(tmp_path / "text.parquet")
 
 
 def test_the_value_that_is_no_number_is_named(tmp_path):

@@ -45,7 +45,7 @@ class ColumnUses:
         numbers: Columns that are read as numbers although they look like codes, because they are inputs or targets.
         labels: Columns with class labels, in which texts such as ``NA`` must be explained.
         names: Columns whose values are names, as of clients, groups and categories; different names stay different.
-        dates: Columns that are read as dates if ``csv.dates`` is set.
+        dates: Columns that are read as dates if ``csv.dates`` is set, and if they are texts of other files than CSV files.
         kinds: Kinds of columns that are already known, as those of a trained model.
         forms: Formats of date columns that are already known.
     """
@@ -56,6 +56,11 @@ class ColumnUses:
     dates: tuple[str, ...] = ()
     kinds: tuple[tuple[str, CellKind], ...] = ()
     forms: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def date_columns(self) -> tuple[str, ...]:
+        """Columns that are dates, or may be."""
+        return (*self.dates, *(name for name, kind in self.kinds if kind == "date"))
 
 
 NO_USES = ColumnUses()
@@ -380,6 +385,12 @@ def every(texts: Any, pattern: str) -> bool:
     return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
 
 
+def has_dates(column: Any) -> bool:
+    """Return whether a column of strings has only dates whose format is unambiguous, and missing values."""
+    texts = pc.utf8_trim_whitespace(column.cast(pa.string())).drop_null()
+    return len(texts) > 0 and as_dates(texts, None) is not None
+
+
 def why_text(column: Any) -> str | None:
     """Return why a column of strings does not contain numbers or dates, although most or all of its values look like them.
 
@@ -401,6 +412,8 @@ def why_text(column: Any) -> str | None:
         if pc.any(pc.match_substring(with_comma, ".")).as_py():
             return "numbers with decimal commas and points for thousands, see csv.thousands"
         return "numbers with decimal commas, see csv.decimal"
+    if has_dates(column):
+        return f"dates stored as text such as {texts[0].as_py()}, see dates"
     formats = date_formats(texts[0].as_py())
     if formats and all(date_formats(text) for text in texts.slice(0, 100).to_pylist()):
         return f"dates such as {texts[0].as_py()}, whose format is ambiguous or mixed; see csv.dates"

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from unskew.data.readers.arrow import pa, pc, plain_numbers
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
+from unskew.data.spec import Split
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import parse_names, quote
 
@@ -111,9 +112,11 @@ class ColumnSelection(NamedTuple):
         labels = () if label is None else (label, *(c for i, c in enumerate(columns) if i not in coded))
         distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
         known = tuple(str(name) for name in distinct)
+        time = Split(*self.split).time
+        dates = self.dates if time is None or time in known else (*self.dates, time)
         if self.numeric:
-            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=self.dates)
-        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, self.dates)
+            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=dates)
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, dates)
 
 
 def select_inputs(

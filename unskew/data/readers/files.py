@@ -146,8 +146,8 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
 
     Args:
         path: File or folder.
-        csv: Format of CSV files; its ``missing`` also applies to other files.
-        uses: Uses of the columns of CSV files.
+        csv: Format of CSV files; its ``missing`` and ``dates`` also apply to other files.
+        uses: Uses of the columns.
 
     Raises:
         ConfigError: If the format of CSV files is configured, but there is none.
@@ -155,9 +155,11 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
     """
     train, test = table_files(path)
     check_one_format([*train, *test])
-    if csv != CsvSpec(missing=csv.missing) and not any(file.suffix.lower() == ".csv" for file in (*train, *test)):
+    for_all = CsvSpec(missing=csv.missing, dates=csv.dates)
+    if csv != for_all and not any(file.suffix.lower() == ".csv" for file in (*train, *test)):
         raise ConfigError(
-            f"csv describes the format of CSV files, but {train[0]} is none. Remove all of its options except csv.missing."
+            f"csv describes the format of CSV files, but {train[0]} is none. Remove all of its options except csv.missing "
+            "and csv.dates."
         )
     if unread := unread_tables(path, [*train, *test]):
         LOG.warning("%s: not read, because neither train nor test: %s", path, abbreviate(unread))
@@ -272,11 +274,7 @@ def concatenate_tables(tables: Sequence[Any], files: Sequence[Path]) -> Any:
         if sorted(table.column_names) != sorted(names):
             raise DataError(f"{file} has the columns {table.column_names}, but {files[0]} has {names}.")
     try:
-        rows = pa.concat_tables([table.select(names) for table in tables], promote_options="permissive")
-        metadata: dict[bytes, bytes] = {}
-        for table in tables:  # such as the formats of dates, which only CSV files have
-            metadata = {**(table.schema.metadata or {}), **metadata}
-        return rows.replace_schema_metadata(metadata or None)
+        return pa.concat_tables([table.select(names) for table in tables], promote_options="permissive")
     except pa.ArrowException:
         for name in names:
             for file, table in zip(files, tables, strict=True):
