@@ -67,9 +67,9 @@ def set_table_fields(
     """
     csv = csv_spec(inferred.values.get("csv", {}))
     table = file_tables(path, csv)[0]
-    dates = tuple(c for c in table.column_names if is_string(table.column(c).type) and has_dates(table.column(c)))
-    if dates:  # as the experiment reads them if it lists them
-        table = file_tables(path, csv, ColumnUses(dates=dates))[0]
+    dated = tuple(c for c in table.column_names if is_string(table.column(c).type) and has_dates(table.column(c)))
+    if dated:  # as the experiment reads them if it lists them
+        table = file_tables(path, csv, ColumnUses(dates=dated))[0]
     n, columns = table.num_rows, list(table.column_names)
     label, clients, image = (name and unquote(name) for name in (label, clients, image))
     chosen = two_labels(table, label)
