@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from support.masks import square_folder
@@ -63,7 +64,8 @@ def test_a_table_is_looked_at_and_the_file_runs(capsys):
     assert call(capsys, "init", "nowhere.csv", "--out", "x.yaml").code == 2
 
 
-def test_gaps_categories_and_numbers_to_predict_are_seen_and_the_file_runs(capsys):
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_gaps_categories_and_numbers_to_predict_are_seen_and_the_file_runs(capsys, kind):
     write_csv("study.csv", gaps=True)
     rows = Path("study.csv").read_text().splitlines()
     more = [
@@ -71,7 +73,9 @@ def test_gaps_categories_and_numbers_to_predict_are_seen_and_the_file_runs(capsy
         for i, line in enumerate(rows[1:])
     ]
     Path("study.csv").write_text("\n".join([rows[0] + ",kind,since,note", *more]) + "\n")
-    outcome = call(capsys, "init", "study.csv", "--label", "dose")
+    if kind == "parquet":  # with dates as text
+        pd.read_csv("study.csv").to_parquet("study.parquet")
+    outcome = call(capsys, "init", f"study.{kind}", "--label", "dose")
     assert outcome.code == 0, outcome.err
     values = yaml.safe_load(Path("experiment.yaml").read_text())
     assert (values["task"], values["missing"], values["model"]) == ("regression", "indicator", "table-mlp")

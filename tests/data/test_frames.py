@@ -31,11 +31,40 @@ def test_frames_are_matched_by_column_and_predictions_are_names(tmp_path):
         assert np.allclose(client.x.numpy()[order], expected)
         assert (client.y.numpy()[order] == (labels.to_numpy()[np.argsort(frame["age"].to_numpy())] == "sick")).all()
     result = unskew.run(fed, out=tmp_path / "run", **TINY)
-    assert set(result.predict(test[0].to_numpy(float))) <= {"healthy", "sick"}
+    expected = result.predict(test[0].to_numpy(float))
+    assert set(expected) <= {"healthy", "sick"}
+    assert result.predict(test[0].assign(extra="x")[["smoker", "extra", "visits", "age"]]) == expected
+    assert result.predict(test[0].to_numpy(float)[::-1]) == expected[::-1]
     test[0].assign(extra=1)[["extra", "visits", "age", "smoker"]].to_csv(tmp_path / "new.csv", index=False)
     assert unskew.load_predictor(tmp_path / "run").predict_file(tmp_path / "new.csv") == result.predict(
         test[0].to_numpy(float)
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (
+            lambda x: x.rename(columns={"age": "years", "visits": "stays"}),
+            "on the column 'age' and the column 'visits', which the",
+        ),
+        (lambda x: x.assign(age="old"), "column 'age' is not numeric"),
+        (lambda x: x[["age", "age", "visits", "smoker"]], "more than one column named 'age'"),
+    ],
+)
+def test_frames_without_a_column_of_the_model_are_an_error_in_predict(change, words):
+    result = unskew.run(unskew.Federation.from_arrays([rows(10, 0)], test=rows(10, 2)), **TINY)
+    with pytest.raises(DataError, match=words):
+        result.predict(change(rows(5, 3)[0]))
+
+
+def test_frames_of_a_model_that_encodes_columns_are_an_error_in_predict(tmp_path):
+    frame, y = rows(60, 0)
+    frame.assign(sick=y).to_csv(tmp_path / "t.csv", index=False)
+    options = {"label": "sick", "partition": "iid", "clients": 2, "categories": "smoker"}
+    result = unskew.run(data=f"table:{tmp_path / 't.csv'}", **options, **TINY)
+    with pytest.raises(DataError, match="use predict_file, or pass an array of encoded values"):
+        result.predict(frame)
 
 
 def test_names_may_be_given_in_another_order_and_have_more_classes():

@@ -20,6 +20,7 @@ from unskew.errors import CheckpointError, ConfigError
 from unskew.models.registry import MODELS
 from unskew.serving import portable_model
 from unskew.serving.client_model import ServedClient
+from unskew.serving.input_files import read_rows
 from unskew.serving.load import open_run
 from unskew.serving.model_card import model_card_text
 from unskew.serving.portable_model import TOLERANCE, example_inputs
@@ -63,7 +64,9 @@ def test_a_file_gives_what_the_run_gives_to_raw_pixels(ditto, tmp_path, kind):
     assert x.dtype == torch.uint8
     assert np.allclose(ask(kind, done.file, x), expected, atol=TOLERANCE, rtol=0)
     assert done.apart <= TOLERANCE
-    assert json.loads(about(kind, done.file)["class_names"]) == [str(k) for k in range(10)]
+    known = about(kind, done.file)
+    assert json.loads(known["class_names"]) == [str(k) for k in range(10)]
+    assert known["dtype"] == "uint8"
     with pytest.raises(ConfigError, match="already exists"):
         unskew.export(ditto, kind, out=tmp_path / "out")
 
@@ -105,6 +108,25 @@ def test_probabilities_in_a_file_are_corrected_for_the_class_weights(tmp_path, k
     assert np.allclose(p, predictor.predict_proba(x.astype("float32")), atol=TOLERANCE)
     card = (tmp_path / "out" / "README.md").read_text()
     assert "Samples were weighted by class in training: ill 4, well 0.5. The outputs are corrected." in card
+
+
+@pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))
+@pytest.mark.parametrize(("start", "dtype"), [(0.0, "float32"), (1.6e9, "float64")])
+def test_the_data_type_of_the_inputs_is_in_the_file_and_in_the_card(tmp_path, kind, start, dtype):
+    x = np.column_stack([start + np.arange(60.0), np.random.default_rng(0).normal(size=60).round(3)])
+    lines = [f"{a},{b},{int(a - start > 30)}" for a, b in x]
+    (tmp_path / "t.csv").write_text("\n".join(["t,b,y", *lines]))
+    unskew.run(
+        data=f"table:{tmp_path / 't.csv'}", label="y", features=["t", "b"], partition="iid", clients=2, model="logistic",
+        rounds=5, lr=0.5, engine="inline", out=tmp_path / "run",
+    )  # fmt: skip
+    done, predictor = unskew.export(tmp_path / "run", kind), unskew.load_predictor(tmp_path / "run")
+    assert about(kind, done.file)["dtype"] == dtype
+    assert f"raw `{dtype}` values of shape n x 2" in (done.folder / "README.md").read_text()
+    expected = predictor.outputs(read_rows(tmp_path / "t.csv", predictor.inputs).x)
+    p = ask(kind, done.file, torch.from_numpy(x.astype(dtype)))
+    assert np.allclose(p, expected, atol=TOLERANCE, rtol=0)
+    assert p[:, 1].std() > 0.1
 
 
 @pytest.mark.parametrize("kind", slow_but(["torchscript"], ["torch", "onnx", "torchscript"]))

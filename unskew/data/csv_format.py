@@ -33,7 +33,8 @@ class CsvSpec:
             ``NA``, ``?`` and other usual placeholders are missing values, too; among text, they are text. Also used for
             ``.parquet`` and ``.jsonl`` files.
         dates: Format of dates for ``strptime``, such as ``%d.%m.%Y``, in addition to ISO 8601. If it is None, formats
-            whose order of day and month is unambiguous are detected.
+            whose order of day and month is unambiguous are detected. Also used for dates in text columns of ``.parquet``
+            and ``.jsonl`` files.
         skip: Number of lines before the header. If it is None, ``sep=``, empty lines and lines that start with ``#`` are
             skipped.
         names: Names of the columns of files without a header.
@@ -129,7 +130,8 @@ class CsvConfig(Section):
     """Texts that mean a missing value, such as ``-999``, in addition to empty cells, and ``NA`` or ``?`` among numbers; also
     in ``.parquet`` and ``.jsonl`` files."""
     dates: str | None = None
-    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected."""
+    """Format of dates, such as ``%d.%m.%Y``, in addition to ISO 8601; unambiguous formats are detected; also for text in
+    ``.parquet`` and ``.jsonl`` files."""
     skip: Annotated[int, Field(ge=0)] | None = None
     """Number of lines before the header; if None, ``sep=;``, empty lines and lines with ``#`` are skipped."""
     names: str | tuple[str, ...] = ()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from unskew.data.readers.names import clean_name, clean_names
 from unskew.data.validation import as_targets
-from unskew.errors import DataError
+from unskew.errors import DataError, abbreviate
 
 Pair = tuple[Any, ...]
 
@@ -65,21 +65,46 @@ def frames_to_arrays(pairs: Mapping[str, Pair]) -> tuple[list[Pair], tuple[str, 
     def array_of(x: Any) -> object:
         if not is_frame(x):
             return x
-        columns = {clean_name(str(name)): name for name in x.columns}
+        columns = [clean_name(str(name)) for name in x.columns]
         if sorted(columns) != sorted(names):
             raise DataError(f"The data frames have different columns: {', '.join(names)}, and {', '.join(columns)}.")
-        for name in names:
-            if not np.issubdtype(np.asarray(x[columns[name]]).dtype, np.number) and x[columns[name]].dtype != bool:
-                raise DataError(
-                    f"The column {name!r} is not numeric. Encode or drop it, or load the data with table: and "
-                    "categories."
-                )
-        return x[[columns[name] for name in names]].to_numpy(dtype=np.float64)
+        return select_columns(x, names)
 
     arrays = [
         tuple(array_of(table) if k % 2 == 0 else table for k, table in enumerate(pair)) for pair in pairs.values()
     ]
     return arrays, tuple(names)
+
+
+def select_columns(frame: Any, names: Sequence[str]) -> np.ndarray[Any, Any]:
+    """Return columns of a data frame as float64 ``[n, f]``; further columns are ignored.
+
+    Args:
+        frame: Data frame.
+        names: Clean names of the columns.
+
+    Raises:
+        DataError: If a column does not exist, exists twice, or is not numeric.
+    """
+    written = [str(name) for name in frame.columns]
+    clean = [clean_name(name) for name in written]
+    missing = [name for name in names if name not in clean]
+    if missing:
+        raise DataError(
+            f"The model was trained on the column {' and the column '.join(map(repr, missing))}, which the data frame does "
+            f"not have. Its columns are {abbreviate(written)}."
+        )
+    columns = []
+    for name in names:
+        if clean.count(name) > 1:
+            raise DataError(f"The data frame has more than one column named {name!r}. Rename them.")
+        column = frame[frame.columns[clean.index(name)]]
+        if not np.issubdtype(np.asarray(column).dtype, np.number) and column.dtype != bool:
+            raise DataError(
+                f"The column {name!r} is not numeric. Encode or drop it, or load the data with table: and categories."
+            )
+        columns.append(np.asarray(column, np.float64))
+    return np.column_stack(columns)
 
 
 def encode_text_labels(pairs: Sequence[Pair], class_names: Sequence[str]) -> tuple[list[Pair], Sequence[str]]:

@@ -11,8 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from unskew.data.frames import is_frame, select_columns
 from unskew.data.readers.images import convert_channels, resize_images
-from unskew.data.validation import as_inputs
+from unskew.data.validation import as_inputs, as_tensor
 from unskew.engines.batches import InputNormalizer
 from unskew.errors import ConfigError, DataError, abbreviate
 from unskew.models.spec import ModelSpec
@@ -69,7 +70,8 @@ class Predictor(NotebookTable):
 
         Args:
             x: Array, tensor or lists: uint8 images of any size, channels first or last; features in the order of
-                ``inputs.features``; or rows of token ids, padded with -1.
+                ``inputs.features``; or rows of token ids, padded with -1. Columns of a data frame are matched by name if
+                the model was trained on named columns; further ones are ignored.
 
         Raises:
             ConfigError: If the model predicts no probabilities, as for regression.
@@ -133,11 +135,14 @@ class Predictor(NotebookTable):
         """Convert inputs to a tensor of the model's shape and type, before normalization."""
         shape, kind = self.inputs.shape, self.inputs.kind
         expectation = f"The model expects {'token ids' if kind == 'tokens' else 'inputs'} of shape {shape_text(shape)}"
-        try:
-            tensor = x if isinstance(x, Tensor) else torch.as_tensor(np.asarray(x))
-        except (TypeError, ValueError, RuntimeError) as error:
-            raise DataError(f"{expectation}, but the inputs cannot be converted to numbers: {error}") from error
-        tensor = tensor.detach().cpu()
+        if is_frame(x) and self.inputs.columns:
+            raise DataError(
+                "The model encodes the columns of its table, which it does not do for a data frame. Write the rows to a file "
+                "and use predict_file, or pass an array of encoded values."
+            )
+        if is_frame(x) and self.inputs.features:
+            x = select_columns(x, self.inputs.features)
+        tensor = as_tensor(x, f"{expectation}, but the inputs cannot be converted to numbers")
         if kind == "tokens":
             return self._tokens(tensor, expectation)
         if tensor.dim() == len(shape) + 1 and tensor.dim() == 4 and kind == "uint8":

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from unskew.data.harmonized_source import site_names
-from unskew.data.readers.arrow import pa
-from unskew.data.readers.arrow_io import read_cells, read_typed
+from unskew.data.readers.arrow import pa, plain_numbers
+from unskew.data.readers.arrow_io import date_cells, read_cells, read_typed, with_columns
 from unskew.data.readers.cell_types import CellKind, ColumnUses, kind_of_names, type_columns
 from unskew.data.readers.encoders import Encoder, impute, read_columns, to_texts
 from unskew.data.readers.image_folders import IMAGES, is_image_file, path_column, visible_files
@@ -59,7 +59,7 @@ class InputRows(NamedTuple):
         names: Index of each row, from 0, or name of each image file.
         unknown: Categories that did not occur in training.
         table: The pyarrow table of the rows; None for images.
-        cells: The same table with the cells of a CSV file as written.
+        cells: The same table with the cells of a CSV file, and the dates of other files, as written.
         images: pyarrow column of the encoded images or their paths; None for other inputs.
         folder: Folder of relative paths of images; None means the current folder.
     """
@@ -111,7 +111,9 @@ def read_rows(path: Path, inputs: InputSpec, new_site: bool = False) -> InputRow
             text = read_cells(path, inputs.csv.spec)
             table, cells = type_columns([text], column_uses(inputs))[0], text.cells
         else:
-            table = cells = read_typed(path, inputs.csv.spec.missing)
+            cells = read_typed(path, inputs.csv.spec.missing)
+            text = date_cells(path, cells, inputs.csv.spec, column_uses(inputs))
+            table = with_columns(cells, type_columns([text], column_uses(inputs))[0])
         if not table.num_rows:
             raise DataError(f"{path} has no rows.")
         x = rows_of_table(table, path, inputs, new_site)
@@ -199,7 +201,7 @@ def rows_of_table(table: Any, path: Path, inputs: InputSpec, new_site: bool) -> 
     encoders = inputs.encoders or tuple(Encoder(name) for name in inputs.features)
     values, fitted = read_columns(table, encoders, str(path), REMEDY), inputs.harmonization
     if fitted is not None:
-        columns = {fitted.site: table.column(fitted.site).to_numpy()} if fitted.site in existing else {}
+        columns = {fitted.site: plain_numbers(table.column(fitted.site)).to_numpy()} if fitted.site in existing else {}
         sites = site_names(columns, fitted.site, f"The rows of {path}")
         values = fitted.harmonize(values, encoders, sites, str(path), new_site)
     return torch.from_numpy(impute(values, encoders))

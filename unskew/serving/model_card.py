@@ -22,7 +22,7 @@ from unskew.serving.card_metrics import (
     table_row,
 )
 from unskew.serving.load import OpenedRun
-from unskew.serving.portable_model import input_shape
+from unskew.serving.portable_model import input_dtype, input_shape
 from unskew.simulation.checkpoint import checkpoint_errors
 from unskew.tasks.formatting import format_megabytes
 from unskew.tasks.primary_metric import SCORES, primary_metric_name
@@ -200,7 +200,6 @@ def use_text(opened: OpenedRun, kind: str) -> str:
         kinds = "AutoModelForCausalLM" if opened.inputs.objective.tokens else "AutoModelForSequenceClassification"
         note = WITHOUT_TOKENIZER.get(opened.inputs.tokenizer, "") + prompt_text(opened)
         return f'```python\nmodel = transformers.{kinds}.from_pretrained("FOLDER")\n```\n\n{note}'.rstrip()
-    types = {"uint8": "uint8", "tokens": "int64", "float": "float32"}
     codes = [
         f"{escape_markdown(column.name)}: "
         + ", ".join(f"{index} {escape_markdown(value)}" for index, value in enumerate(column.values, 1))
@@ -214,7 +213,7 @@ def use_text(opened: OpenedRun, kind: str) -> str:
     padding = " Shorter texts are padded with -1." if opened.inputs.kind == "tokens" else ""
     padding += f" {prompt_text(opened)}".rstrip()
     return (
-        f"Inputs are raw `{types[opened.inputs.kind]}` values of shape n x {shape_text(input_shape(opened.inputs))}: the "
+        f"Inputs are raw `{input_dtype(opened.inputs)}` values of shape n x {shape_text(input_shape(opened.inputs))}: the "
         f"preprocessing is part of the file.{padding}{coded}\n\n```python\n"
         f"{USES[kind].replace('probabilities', opened.inputs.objective.output_kind)}\n```"
     )

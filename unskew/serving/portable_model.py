@@ -134,6 +134,12 @@ def column_dtype(inputs: InputSpec) -> torch.dtype:
     return torch.float64 if any(encoder.offset for encoder in inputs.encoders) else torch.float32
 
 
+def input_dtype(inputs: InputSpec) -> str:
+    """Return the name of the data type of the inputs, such as ``float32``."""
+    kinds = {"uint8": torch.uint8, "tokens": torch.int64, "float": column_dtype(inputs)}
+    return str(kinds[inputs.kind]).removeprefix("torch.")
+
+
 def input_shape(inputs: InputSpec) -> tuple[int, ...]:
     """Return the shape of one input; for tables without the indicators of missing values."""
     return (len(inputs.columns),) if inputs.columns else inputs.shape
@@ -143,6 +149,7 @@ def file_metadata(opened: OpenedRun) -> dict[str, str]:
     """Return the metadata that the exported file contains next to the weights."""
     inputs = opened.inputs
     about: dict[str, Any] = {"shape": list(input_shape(inputs)), "kind": inputs.kind, "task": inputs.task}
+    about["dtype"] = input_dtype(inputs)
     about["outputs"] = inputs.objective.output_kind
     about |= {} if inputs.objective.tokens else {"class_names": inputs.names}
     about |= {} if inputs.positive_class is None else {"positive": inputs.positive_class}

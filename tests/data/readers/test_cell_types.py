@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import re
 import unicodedata
 
 import numpy as np
@@ -15,6 +16,7 @@ import unskew
 from unskew.data.csv_format import CsvSpec
 from unskew.data.readers.arrow_io import read_tables
 from unskew.data.readers.cell_types import LOG, NO_USES, ColumnUses, kind_of_names, why_text
+from unskew.data.readers.column_roles import is_string
 from unskew.data.readers.encoders import Encoder, impute, read_columns
 from unskew.data.readers.files import file_tables
 from unskew.errors import ConfigError, DataError
@@ -110,17 +112,20 @@ def test_missing_values_of_other_files_are_listed_alike(tmp_path, monkeypatch, k
     ]
     table, _ = file_tables(path, CsvSpec(missing=("-999.0", "?")))
     assert table.to_pydict() == {"n": [20, None, 31, None], "x": [0.5, 0.25, None, 1.5], "t": ["a", None, "-999", "b"]}
-    with pytest.raises(ConfigError, match=r"but .*t\.\w+ is none. Remove all of its options except csv.missing"):
+    with pytest.raises(ConfigError, match=r"but .*t\.\w+ is none. Remove all of its options except csv.missing and"):
         file_tables(path, CsvSpec(missing=("?",), decimal="comma"))
 
 
-@pytest.mark.parametrize("kind", ["float16", "uint64", "decimal"])
-def test_numbers_of_any_type_may_be_missing(tmp_path, kind):
-    values = [1, 99, 99, 2]
+@pytest.mark.parametrize(
+    ("kind", "number"),
+    [("float16", 99), ("float16", 99.9), ("float32", -99.9), ("float64", -99.9), ("uint64", 99), ("decimal", 99)],
+)
+def test_numbers_of_any_type_may_be_missing(tmp_path, kind, number):
+    values = [1, number, number, 2]
     column = pa.array(values, pa.decimal128(9, 2)) if kind == "decimal" else pa.array(np.array(values, kind))
     parquet.write_table(pa.table({"v": column}), tmp_path / "t.parquet")
-    assert file_tables(tmp_path / "t.parquet")[0].column("v").to_pylist() == values
-    table, _ = file_tables(tmp_path / "t.parquet", CsvSpec(missing=("99",)))
+    assert file_tables(tmp_path / "t.parquet")[0].column("v").equals(pa.chunked_array([column]))
+    table, _ = file_tables(tmp_path / "t.parquet", CsvSpec(missing=(str(number),)))
     assert table.column("v").to_pylist() == [1, None, None, 2]
     assert table.column("v").type == column.type
 
@@ -146,6 +151,26 @@ def test_views_of_strings_are_strings(tmp_path):
     parquet.write_table(pa.table({"v": values}), tmp_path / "t.parquet")
     table, _ = file_tables(tmp_path / "t.parquet")
     assert (table.schema.field("v").type, table.column("v").to_pylist()) == (pa.string(), ["a", None, "b"])
+
+
+def test_categories_of_pandas_are_strings_with_missing_values_also_next_to_files_of_strings(tmp_path):
+    ward = ["a", None, "b", "?"]
+    for name, dtype in (("train_a", "category"), ("train_b", "object")):
+        pd.DataFrame({"ward": pd.Series(ward, dtype=dtype)}).to_parquet(tmp_path / f"{name}.parquet")
+    table, _ = file_tables(tmp_path)
+    assert (is_string(table.schema.field("ward").type), table.column("ward").to_pylist()) == (True, [*ward, *ward])
+    table, _ = file_tables(tmp_path / "train_a.parquet", CsvSpec(missing=("?",)))
+    assert table.column("ward").to_pylist() == ["a", None, "b", None]
+
+
+def test_rows_without_a_site_in_a_column_of_pandas_categories_are_missing_values(tmp_path):
+    site = pd.Categorical([None, "Oslo", "Bergen"] * 20)
+    pd.DataFrame({"site": site, "a": np.arange(60) % 7, "y": np.arange(60) % 2}).to_parquet(tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    with pytest.raises(DataError, match="'site' has 17 missing values"):
+        unskew.load_federation(f"table:{tmp_path / 't.parquet'}", **options | {"partition": "natural:site"})
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="site", **options)
+    assert fed.encoders[0].values == ("Bergen", "Oslo")
 
 
 def test_files_and_parts_are_typed_together(tmp_path):
@@ -421,6 +446,64 @@ def test_each_file_of_a_folder_can_be_a_client(tmp_path):
     assert shared.columns["file"] == "left out: names of files"
 
 
+def write_site(file, n=40):
+    """Write rows of numbers and dates whose day and month only CSV files can confuse."""
+    days = [f"2024-{1 + k % 12:02}-{1 + k % 28:02}" for k in range(n)]
+    frame = pd.DataFrame({"a": np.arange(n) % 7, "day": pd.to_datetime(days), "y": np.arange(n) % 2})
+    file.parent.mkdir(exist_ok=True)
+    if file.suffix == ".parquet":
+        frame.to_parquet(file)
+    elif file.suffix == ".jsonl":
+        frame.assign(day=days).to_json(file, orient="records", lines=True)
+    else:
+        frame.assign(day=frame["day"].dt.strftime("%d.%m.%Y")).to_csv(file, index=False)
+
+
+def test_files_of_a_folder_may_have_different_formats(tmp_path):
+    for name in ("bergen.parquet", "oslo.csv", "rome.jsonl", "test.csv"):
+        write_site(tmp_path / name)
+    table, test = file_tables(tmp_path)
+    assert (table.num_rows, test.num_rows) == (120, 40)
+    assert json.loads(table.schema.metadata[b"dates"]) == {"day": "%d.%m.%Y"}
+    options = {"label": "y", "partition": "natural:file", "dates": "day"}
+    fed = unskew.load_federation(f"table:{tmp_path}", **options)
+    assert (fed.client_names, fed.sizes.tolist(), len(fed.test[1])) == (("bergen", "oslo", "rome"), [36] * 3, 40)
+    assert (fed.test[0][:, 1].min(), fed.test[0][:, 1].max()) == (19723, 20081)
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet", "jsonl"])
+def test_a_test_file_may_have_another_format_than_the_training_file(tmp_path, kind):
+    write_site(tmp_path / "train.csv")
+    write_site(tmp_path / f"test.{kind}", 22)
+    for path in (tmp_path, tmp_path / "train.csv"):
+        fed = unskew.load_federation(f"table:{path}", label="y", features="a", partition="iid", clients=2)
+        assert (fed.sizes.sum(), len(fed.test[1])) == (36, 22)
+
+
+def test_a_table_in_two_formats_is_an_error(tmp_path):
+    for name in ("oslo.csv", "oslo.parquet", "rome.csv"):
+        write_site(tmp_path / name)
+    with pytest.raises(
+        DataError, match=r"contains oslo.csv and oslo.parquet, which may have the same rows. Remove one"
+    ):
+        file_tables(tmp_path)
+    for name in ("train.csv", "train.parquet", "test.csv", "test.parquet"):
+        write_site(tmp_path / "both" / name, 10 if name.endswith("csv") else 20)
+    assert [part.num_rows for part in file_tables(tmp_path / "both" / "train.parquet")] == [20, 20]
+
+
+def test_tables_that_are_not_read_are_reported(tmp_path, capsys):
+    for name in ("train.csv", "test.parquet", "validation.jsonl", "oslo/a.csv"):
+        write_site(tmp_path / name)
+    file_tables(tmp_path)
+    file_tables(tmp_path / "train.csv")
+    assert capsys.readouterr().err.splitlines() == [
+        f"{tmp_path}: not read, because neither train nor test: validation.jsonl",
+        f"{tmp_path}: not read, because in a subfolder: oslo/a.csv",
+        f"{tmp_path / 'train.csv'}: not read, because neither train nor test: validation.jsonl",
+    ]
+
+
 def test_arrays_whose_digits_float32_loses_are_reported():
     x = np.column_stack([np.arange(60.0), 1.7e9 + np.arange(60.0)])
     pair = (x, np.arange(60) % 2)
@@ -502,6 +585,36 @@ def test_numbers_in_other_scripts_and_large_thousands_are_explained():
     assert "points for thousands" in why_text(pa.chunked_array([["1.234,5", "2,5"]]))
 
 
+@pytest.mark.parametrize(
+    ("cells", "reason"),
+    [
+        (["0.5", None, "-1"], "numbers stored as text; store them as numbers"),
+        (
+            ["0.5", "1,5", "2"],
+            "numbers with different decimal marks, such as 1,5 and 0.5; write them with the same mark",
+        ),
+        (["1,5", "inf"], "numbers with decimal commas, see csv.decimal"),
+    ],
+)
+def test_text_of_numbers_only_is_explained(tmp_path, cells, reason):
+    rows = {"v": cells * 20, "a": np.arange(20 * len(cells)) % 7, "y": np.arange(20 * len(cells)) % 2}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for more in ({}, {"categories": "auto"}):
+        fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", **options | more)
+        assert fed.columns["v"] == f"left out: {reason}"
+    with pytest.raises(DataError, match=re.escape(f"'v' in features is not numeric ({reason})")):
+        unskew.load_federation(f"table:{tmp_path / 't.parquet'}", features="v,a", **options)
+
+
+@pytest.mark.parametrize("values", [["0.0", "1.0"], ["-1", "1"], [f"{k / 2}" for k in range(12)]])
+def test_labels_of_strings_are_names_of_classes_also_if_they_are_numbers(tmp_path, values):
+    rows = {"a": np.arange(120) / 7, "y": [values[k % len(values)] for k in range(120)]}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", label="y", partition="iid", clients=2)
+    assert fed.class_names == tuple(sorted(values))
+
+
 @pytest.mark.parametrize("missing", [True, [None], {"v": 1}])
 def test_missing_must_be_texts(missing):
     with pytest.raises(ConfigError, match="must be a list of texts"):
@@ -530,6 +643,83 @@ def test_new_rows_are_read_with_the_date_format_of_training_and_a_given_decimal_
     gaps = call(capsys, "predict", "r", "gaps.csv")
     assert "'a' has 1 missing or infinite values" in gaps.err
     assert "only csv.field=value" in call(capsys, "predict", "r", "iso.csv", "--set", "lr=1").err
+
+
+def write_dates(file, form, n=80):
+    """Write rows with dates as text, and return the frame."""
+    days = pd.date_range("2020-01-01 10:00", periods=n, freq="41h").strftime(form)
+    frame = pd.DataFrame({"day": days, "a": np.arange(n) % 7, "y": np.arange(n) % 2})
+    if file.suffix == ".csv":
+        frame.to_csv(file, index=False)
+    elif file.suffix == ".parquet":
+        frame.to_parquet(file)
+    else:
+        frame.to_json(file, orient="records", lines=True)
+
+
+DATES = ["%Y-%m-%d", "%Y-%m-%dT%H:%M:%S.000", "%Y-%m-%d %H:%M:%SZ", "%d.%m.%Y", "%m/%d/%Y %H:%M"]
+
+
+@pytest.mark.parametrize("form", DATES)
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_dates_stored_as_text_are_read_as_in_csv_files(tmp_path, kind, form):
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for suffix in ("csv", kind):
+        write_dates(tmp_path / f"t.{suffix}", form)
+    for more in ({"dates": "day"}, {"split_by": "time:day"}, {"dates": "day", "split_by": "time:day"}):
+        expected, fed = (unskew.load_federation(f"table:{tmp_path}/t.{s}", **options, **more) for s in ("csv", kind))
+        assert (fed.columns, fed.encoders) == (expected.columns, expected.encoders)
+        assert torch.equal(fed.test[0], expected.test[0])
+    run = {"model": "logistic", "rounds": 1, "engine": "inline", "out": tmp_path / "run", "dates": "day"}
+    unskew.run(data=f"table:{tmp_path}/t.{kind}", **options, **run)
+    inputs = unskew.load_predictor(tmp_path / "run").inputs
+    x, y = (read_rows(tmp_path / f"t.{suffix}", inputs).x for suffix in ("csv", kind))
+    assert torch.equal(x, y)
+    assert len(x[:, 0].unique()) == 80
+
+
+def test_ambiguous_dates_of_other_files_need_the_format_of_dates(tmp_path):
+    frame = pd.DataFrame(
+        {"day": ["01/02/2020", "03/04/2020"] * 20, "a": np.arange(40) % 7, "y": np.arange(40) // 2 % 2}
+    )
+    frame.to_parquet(tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "iid", "clients": 2}
+    for more in ({"dates": "day"}, {"split_by": "time:day"}):
+        with pytest.raises(DataError, match=r"contains .*'01/02/2020'.* set csv.dates to their format"):
+            unskew.load_federation(f"table:{tmp_path}/t.parquet", **options, **more)
+    dates = {"csv": {"dates": "%m/%d/%Y"}}
+    fed = unskew.load_federation(f"table:{tmp_path}/t.parquet", dates="day", **options, **dates)
+    assert fed.test[0][:, 0].unique().tolist() == [18263, 18325]
+    unskew.load_federation(f"table:{tmp_path}/t.parquet", split_by="time:day", **options, **dates)
+
+
+def test_dates_stored_as_text_are_decided_over_all_files_and_explained_if_they_are_not_declared(tmp_path):
+    for name, day in (("a.csv", "13.01.2020"), ("b.parquet", "01.02.2020"), ("c.jsonl", "2020-02-03")):
+        write_dates(tmp_path / name, day, 20)
+    options = {"label": "y", "partition": "natural:file"}
+    with pytest.raises(DataError, match="'day' contains"):
+        unskew.load_federation(f"table:{tmp_path}", **options)
+    fed = unskew.load_federation(f"table:{tmp_path}", dates="day", **options)
+    assert fed.test[0][:, 0].unique().tolist() == [18274, 18293, 18295]
+    alone = unskew.load_federation(f"table:{tmp_path}/b.parquet", label="y", partition="iid", clients=2)
+    assert alone.columns["day"].startswith("left out: dates such as 01.02.2020, whose format is ambiguous")
+    write_dates(tmp_path / "d.parquet", "13.02.2020", 20)
+    alone = unskew.load_federation(f"table:{tmp_path}/d.parquet", label="y", partition="iid", clients=2)
+    assert alone.columns["day"] == "left out: dates stored as text such as 13.02.2020, see dates"
+
+
+def test_new_rows_of_other_files_have_dates_in_the_format_of_training(tmp_path):
+    write_dates(tmp_path / "t.parquet", "%d.%m.%Y")
+    options = {"data": f"table:{tmp_path}/t.parquet", "label": "y", "partition": "iid", "clients": 2, "dates": "day"}
+    unskew.run(**options, model="logistic", rounds=1, engine="inline", out=tmp_path / "run")
+    predictor = unskew.load_predictor(tmp_path / "run")
+    for name, cell in (("one", "03.05.2020"), ("iso", "2020-05-03"), ("text", "soon")):
+        pd.DataFrame({"day": [cell], "a": [2]}).to_parquet(tmp_path / f"{name}.parquet")
+    one, iso = (read_rows(tmp_path / f"{name}.parquet", predictor.inputs) for name in ("one", "iso"))
+    assert torch.equal(one.x, iso.x)
+    assert one.cells.column("day").to_pylist() == ["03.05.2020"]
+    with pytest.raises(DataError, match="'day' contains 'soon' in row 0, not dates"):
+        predictor.predict_file(tmp_path / "text.parquet")
 
 
 def test_the_value_that_is_no_number_is_named(tmp_path):

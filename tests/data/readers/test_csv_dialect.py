@@ -74,6 +74,25 @@ def test_options_decide_what_is_ambiguous(tmp_path):
     assert read_table_file(tmp_path / "x.csv", CsvSpec(decimal="point")).column("a").to_pylist() == ["1,234"]
 
 
+@pytest.mark.parametrize(
+    ("thousands", "cells", "numbers"),
+    [
+        ("space", ["1 234,5", "12\u202f345,25", "7"], [1234.5, 12345.25, 7.0]),
+        ("space", ["1 234,567", "1,234"], [1234.567, 1.234]),
+        ("space", ["1 234.5", "7"], [1234.5, 7.0]),
+        ("apostrophe", ["1'234.5", "1\u2019234"], [1234.5, 1234.0]),
+        ("apostrophe", ["1'234,5", "2"], [1234.5, 2.0]),
+        ("point", ["1.234", "2"], [1234, 2]),
+        ("point", ["1.234,5", "2"], [1234.5, 2.0]),
+        ("comma", ["1,234", "2"], [1234, 2]),
+        ("comma", ["1,234.5", "2"], [1234.5, 2.0]),
+    ],
+)
+def test_the_decimal_mark_is_detected_without_the_thousands_marks(tmp_path, thousands, cells, numbers):
+    (tmp_path / "x.csv").write_text("\n".join(["a;b", *(f"{cell};x" for cell in cells)]), encoding="utf-8")
+    assert read_table_file(tmp_path / "x.csv", CsvSpec(thousands=thousands)).column("a").to_pylist() == numbers
+
+
 @pytest.mark.parametrize("options", [{"separator": ";;"}, {"decimal": "!"}, {"encoding": "klingon"}, {"mark": ","}])
 def test_options_that_mean_nothing_are_rejected(tmp_path, options):
     write(tmp_path / "x.csv")

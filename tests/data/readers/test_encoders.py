@@ -14,7 +14,7 @@ from support.tolerance import near
 import unskew
 from unskew.config.loader import experiment
 from unskew.data.column_statistics import category_bytes, column_totals
-from unskew.data.readers.encoders import Encoder, category_counts
+from unskew.data.readers.encoders import Encoder, category_counts, read_column
 from unskew.errors import ConfigError, DataError
 from unskew.methods.registry import method
 from unskew.models.registry import MODELS, build_model
@@ -25,7 +25,9 @@ from unskew.sums.base import ClientRows
 from unskew.sums.exchange import SimulatedExchange
 from unskew.testing import assert_engines_agree
 
-pytest.importorskip("pyarrow")
+pa = pytest.importorskip("pyarrow")
+pc = pytest.importorskip("pyarrow.compute")
+parquet = pytest.importorskip("pyarrow.parquet")
 TINY = {"rounds": 2, "local_steps": 3, "batch_size": 8, "lr": 0.1, "engine": "inline"}
 COLUMNS = {"label": "sick", "partition": "natural:ward", "clients": None}
 
@@ -134,6 +136,36 @@ def test_a_plain_table_is_read_as_before(table):
 def test_columns_that_are_not_what_they_are_called_are_refused(table, options, words):
     with pytest.raises((DataError, ConfigError), match=words):
         load(table, **options)
+
+
+@pytest.mark.parametrize("kind", ["date32", "date64", "s", "ms", "us", "ns"])
+def test_dates_of_every_resolution_are_days_since_1970(kind):
+    half = kind not in ("date32", "date64")
+    days = pa.array(["2024-01-31 12:00:00" if half else "2024-01-31", None, "9999-12-31" if kind != "ns" else None])
+    dates = days.cast(pa.timestamp("s")).cast(getattr(pa, kind)() if not half else pa.timestamp(kind))
+    if kind in ("us", "ns"):
+        dates = pc.add(dates, pa.scalar(1, pa.duration(kind)))  # below the resolution of microseconds for ns
+    read = read_column(pa.chunked_array([dates]), Encoder("d", "date", fills=True), "d")
+    last = np.nan if kind == "ns" else 2_932_896.0
+    assert read == pytest.approx([19_753 + half / 2, np.nan, last], abs=1e-8, nan_ok=True)
+
+
+@pytest.mark.parametrize("kind", ["float16", "float32", "float64", "decimal"])
+def test_whole_numbers_of_every_type_are_categories_clients_and_classes(tmp_path, kind):
+    values = np.arange(120) % 3 + 9
+    decimals = pa.array(values.astype(str)).cast(pa.decimal128(9, 2))
+    numbers = decimals if kind == "decimal" else pa.array(values.astype(kind))
+    rows = {"c": numbers, "s": numbers, "a": np.arange(120) % 7 / 2, "y": numbers}
+    parquet.write_table(pa.table(rows), tmp_path / "t.parquet")
+    options = {"label": "y", "partition": "natural:s"}
+    fed = unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="c", **options)
+    assert fed.encoders[0].values == ("10", "11", "9")
+    assert (fed.client_names, fed.class_names) == (("9", "10", "11"), ("9", "10", "11"))
+    fraction = pa.array(["1.5", "2.0"] * 60).cast(pa.decimal128(9, 2) if kind == "decimal" else pa.float64())
+    for name, words in (("c", "'c' in categories contains"), ("y", "'y' .* contains fractions or NaN")):
+        parquet.write_table(pa.table(rows | {name: fraction}), tmp_path / "t.parquet")
+        with pytest.raises(DataError, match=words):
+            unskew.load_federation(f"table:{tmp_path / 't.parquet'}", categories="c", **options)
 
 
 def test_tables_alone_have_categories():

@@ -133,7 +133,7 @@ def test_a_parquet_file_of_long_equal_texts_is_an_error_while_it_is_read(tmp_pat
         read_table_file(file)
 
 
-def test_a_parquet_table_keeps_its_types_and_its_schema(tmp_path):
+def test_a_parquet_table_keeps_its_types_but_dictionaries_and_its_schema(tmp_path):
     table = pa.table(
         {
             "n": pa.array([1, None, 3], pa.int16()),
@@ -147,7 +147,8 @@ def test_a_parquet_table_keeps_its_types_and_its_schema(tmp_path):
     for rows in (table, table.slice(0, 0)):
         parquet.write_table(rows, folder / "t.parquet")
         read = read_table_file(folder / "t.parquet")
-        expected = parquet.read_table(folder / "t.parquet", partitioning=None)
+        stored = parquet.read_table(folder / "t.parquet", partitioning=None)
+        expected = stored.set_column(1, "c", stored.column("c").cast(pa.string()))
         assert read.equals(expected)
         assert read.schema.equals(expected.schema, check_metadata=True)
         assert read.to_pylist() == rows.to_pylist()

@@ -179,6 +179,7 @@ def test_what_is_refused(tmp_path):
     fails({"a": a, "y": [["x"], []]}, "label_separator requires a string column", ConfigError, label_separator=";")
     fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "It must contain one class or a list of labels per row")
     fails({"a": a, "y": [{"b": 1}, {"b": 2}]}, "a separator requires strings", label_separator=";")
+    fails({"a": a, "y": [0.0, 2.0**63]}, "the number 9223372036854775808, but numbers of classes must be below")
     words = "has lists in .*, the training rows but not in .*, the test rows"
     fails({"a": a, "y": [["x"], []]}, words, test={"a": a, "y": ["x", "x"]})
     fails({"a": a, "y": [["x"], []], "i": ["no.png", "no.png"]}, "it has no bytes and no file .*no.png", image="i")

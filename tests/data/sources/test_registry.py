@@ -396,6 +396,7 @@ def test_a_test_file_next_to_train_is_used(tmp_path, suffix):
     if suffix == "parquet":
         for split in ("train", "test"):
             parquet.write_table(csv.read_csv(root / f"{split}.csv"), root / f"{split}.parquet")
+            (root / f"{split}.csv").unlink()
     for source in (
         load_source(f"{root}/train.{suffix}", label="kind"),
         load_source("table", path=root, label="kind"),

@@ -23,7 +23,7 @@ from unskew.config.inference.inferred_config import InferredConfig
 from unskew.config.inference.survival_fields import set_survival_labels, survival_labels, two_labels
 from unskew.data.csv_format import csv_spec
 from unskew.data.readers.arrow import pa
-from unskew.data.readers.cell_types import why_text
+from unskew.data.readers.cell_types import ColumnUses, has_dates, why_text
 from unskew.data.readers.class_names import names_in_metadata
 from unskew.data.readers.column_roles import FILE, is_category_text, is_date, is_identifier, is_numeric, is_string
 from unskew.data.readers.files import file_tables
@@ -65,7 +65,11 @@ def set_table_fields(
         ConfigError: If a column does not exist, or no label is found.
         DataError: If the label has missing values, or the table cannot be read.
     """
-    table = file_tables(path, csv_spec(inferred.values.get("csv", {})))[0]
+    csv = csv_spec(inferred.values.get("csv", {}))
+    table = file_tables(path, csv)[0]
+    dated = tuple(c for c in table.column_names if is_string(table.column(c).type) and has_dates(table.column(c)))
+    if dated:  # as the experiment reads them if it lists them
+        table = file_tables(path, csv, ColumnUses(dates=dated))[0]
     n, columns = table.num_rows, list(table.column_names)
     label, clients, image = (name and unquote(name) for name in (label, clients, image))
     chosen = two_labels(table, label)

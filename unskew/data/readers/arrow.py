@@ -50,3 +50,28 @@ def cast(column: Any, kind: Any) -> Any | None:
         return column.cast(kind)
     except pa.ArrowInvalid:
         return None
+
+
+def plain_numbers(column: Any) -> Any:
+    """Return a column of decimals as int64, or as float64 if one has a fraction, and one of float16 as float32.
+
+    Other columns are returned unchanged, because pyarrow and NumPy compute with their types. Whole numbers of more than 64
+    bits stay decimals: no other type has all of their digits.
+
+    Args:
+        column: Values of the column.
+
+    >>> import pyarrow as pa
+    >>> column = pa.chunked_array([pa.array(["1.00", "10.00"]).cast(pa.decimal128(9, 2))])
+    >>> plain_numbers(column).to_pylist()
+    [1, 10]
+    """
+    if pa.types.is_float16(column.type):
+        return column.cast(pa.float32())
+    if not pa.types.is_decimal(column.type):
+        return column
+    integers = cast(column, pa.int64())
+    if integers is not None:
+        return integers
+    whole = pc.all(pc.equal(column, pc.round(column))).as_py()
+    return column if whole else column.cast(pa.float64(), safe=False)

@@ -12,6 +12,7 @@ from typing import Any
 from unskew.data.csv_format import DETECTED, CsvSpec
 from unskew.data.readers.arrow import arrow_csv, arrow_json, pa, parquet, pc
 from unskew.data.readers.cell_types import NO_USES, ColumnUses, TextTable, type_columns
+from unskew.data.readers.column_roles import is_string
 from unskew.data.readers.csv_dialect import CsvLayout, csv_layout
 from unskew.data.readers.missing_values import without_missing
 from unskew.data.readers.names import clean_name
@@ -71,20 +72,32 @@ def check_nesting(path: Path) -> None:
 
 
 def read_parquet(path: Path) -> Any:
-    """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory."""
+    """Read a parquet file in batches, so that data larger than expected are noticed before they fill the memory.
+
+    Columns of dictionaries, as pandas writes categories, get the type of their values.
+    """
     file, stored = parquet.ParquetFile(path), path.stat().st_size
     shape = file.metadata.num_rows, file.metadata.num_columns
     check_expansion(f"{path} ({shape[0]:,} rows and {shape[1]:,} columns)", 8 * shape[0] * shape[1], stored)
     batches, size = [], 0
-    for batch in file.iter_batches(BATCH):
+    for batch in map(without_dictionaries, file.iter_batches(BATCH)):
         size += batch.nbytes
         check_expansion(str(path), size, stored)
         batches.append(batch)
-    table = pa.Table.from_batches(batches, file.schema_arrow)
+    schema = without_dictionaries(file.schema_arrow.empty_table()).schema
+    table = pa.Table.from_batches(batches, schema)
     for position, field in enumerate(table.schema):
         if pa.types.is_binary(field.type) and (text := decoded(table.column(position))) is not None:
             table = table.set_column(position, field.name, text)
     return table
+
+
+def without_dictionaries(rows: Any) -> Any:
+    """Return a batch or a table of pyarrow in which columns of dictionaries have the type of their values."""
+    for position, field in enumerate(rows.schema):
+        if pa.types.is_dictionary(field.type):
+            rows = rows.set_column(position, field.name, rows.column(position).cast(field.type.value_type))
+    return rows
 
 
 def decoded(column: Any) -> Any | None:
@@ -100,12 +113,12 @@ def decoded(column: Any) -> Any | None:
 def read_tables(
     files: Sequence[Path], csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES, training: int | None = None
 ) -> list[Any]:
-    """Read files; the type of a column of CSV files is decided over all of them together.
+    """Read files; the type of a column of CSV files, or of a text column of dates, is decided over all of them together.
 
     Args:
         files: CSV, parquet or JSON lines files.
-        csv: Format of CSV files.
-        uses: Uses of the columns of CSV files.
+        csv: Format of CSV files; its ``missing`` and ``dates`` also apply to other files.
+        uses: Uses of the columns.
         training: Number of training files, which come first; None means all.
 
     Returns:
@@ -118,9 +131,41 @@ def read_tables(
     for number, file in enumerate(files):
         report_progress("files read", number, len(files))
         tables.append(read_cells(file, csv) if file.suffix.lower() == ".csv" else read_typed(file, csv.missing))
-    texts = [table for table in tables if isinstance(table, TextTable)]
-    typed = iter(type_columns(texts, uses, training))
-    return [next(typed) if isinstance(table, TextTable) else table for table in tables]
+    texts = [
+        table if isinstance(table, TextTable) else date_cells(file, table, csv, uses)
+        for file, table in zip(files, tables, strict=True)
+    ]
+    return [
+        typed if isinstance(table, TextTable) else with_columns(table, typed)
+        for table, typed in zip(tables, type_columns(texts, uses, training), strict=True)
+    ]
+
+
+def date_cells(path: Path, table: Any, csv: CsvSpec, uses: ColumnUses) -> TextTable:
+    """Return the text columns of a parquet or JSON lines file that are read as dates, as cells of a CSV file.
+
+    Args:
+        path: Path of the file.
+        table: Table of the file.
+        csv: Format of CSV files.
+        uses: Uses of the columns.
+    """
+    texts = {name: table.column(name) for name in table.column_names if name in uses.date_columns}
+    cells = {name: column.cast(pa.string()) for name, column in texts.items() if is_string(column.type)}
+    return TextTable(path, pa.table(cells), CsvSpec(missing=csv.missing, dates=csv.dates))
+
+
+def with_columns(table: Any, columns: Any) -> Any:
+    """Return a table in which the columns of another one replace those of the same name; metadata are joined.
+
+    Args:
+        table: Table of a file.
+        columns: Table with some of its columns.
+    """
+    for name in columns.column_names:
+        table = table.set_column(table.column_names.index(name), name, columns.column(name))
+    metadata = {**(table.schema.metadata or {}), **(columns.schema.metadata or {})}
+    return table.replace_schema_metadata(metadata or None)
 
 
 def read_cells(path: Path, csv: CsvSpec = DETECTED) -> TextTable:

@@ -33,6 +33,8 @@ THOUSANDS = r"^\s*[+-]?[1-9]\d{0,2}(,\d{3})+\s*$"
 SHOWN, SAMPLE = 3, 100
 CODES = "codes, such as 007 or 12E5; list it in categories, or in features to use the numbers"
 """Reason that ``why_text`` returns for a column of codes."""
+STORED_AS_TEXT = "numbers stored as text; store them as numbers"
+"""Reason that ``why_text`` returns for a column of numbers with decimal points, as other formats than CSV may have."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class ColumnUses:
         numbers: Columns that are read as numbers although they look like codes, because they are inputs or targets.
         labels: Columns with class labels, in which texts such as ``NA`` must be explained.
         names: Columns whose values are names, as of clients, groups and categories; different names stay different.
-        dates: Columns that are read as dates if ``csv.dates`` is set.
+        dates: Columns that are read as dates if ``csv.dates`` is set, and if they are texts of other files than CSV files.
         kinds: Kinds of columns that are already known, as those of a trained model.
         forms: Formats of date columns that are already known.
     """
@@ -54,6 +56,11 @@ class ColumnUses:
     dates: tuple[str, ...] = ()
     kinds: tuple[tuple[str, CellKind], ...] = ()
     forms: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def date_columns(self) -> tuple[str, ...]:
+        """Columns that are dates, or may be."""
+        return (*self.dates, *(name for name, kind in self.kinds if kind == "date"))
 
 
 NO_USES = ColumnUses()
@@ -354,13 +361,18 @@ def with_decimal_points(cells: Any, dialect: CsvSpec) -> Any:
     """
     decimal, thousands = dialect.decimal or ".", dialect.thousands
     if thousands is not None:
-        mark = {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(thousands, re.escape(thousands))
+        mark = thousands_pattern(thousands)
         grouped = rf"^[+-]?\d{{1,3}}({mark}\d{{3}})+({re.escape(decimal)}\d*)?$"
         without = pc.replace_substring_regex(cells, mark, "")
         cells = pc.if_else(pc.match_substring_regex(cells, grouped), without, cells)
     if decimal == ",":
         cells = pc.replace_substring(pc.replace_substring(cells, ".", "\0"), ",", ".")
     return cells
+
+
+def thousands_pattern(mark: str) -> str:
+    """Return a regular expression for a thousands mark and the characters that programs write instead of it."""
+    return {" ": "[ \u00a0\u202f]", "'": "['\u2019]"}.get(mark, re.escape(mark))
 
 
 def every(texts: Any, pattern: str) -> bool:
@@ -373,8 +385,14 @@ def every(texts: Any, pattern: str) -> bool:
     return bool(pc.all(pc.match_substring_regex(texts, pattern)).as_py())
 
 
+def has_dates(column: Any) -> bool:
+    """Return whether a column of strings has only dates whose format is unambiguous, and missing values."""
+    texts = pc.utf8_trim_whitespace(column.cast(pa.string())).drop_null()
+    return len(texts) > 0 and as_dates(texts, None) is not None
+
+
 def why_text(column: Any) -> str | None:
-    """Return why a column of strings does not contain numbers or dates, although most of its values look like them.
+    """Return why a column of strings does not contain numbers or dates, although most or all of its values look like them.
 
     Args:
         column: Values of the column.
@@ -394,10 +412,22 @@ def why_text(column: Any) -> str | None:
         if pc.any(pc.match_substring(with_comma, ".")).as_py():
             return "numbers with decimal commas and points for thousands, see csv.thousands"
         return "numbers with decimal commas, see csv.decimal"
+    if has_dates(column):
+        return f"dates stored as text such as {texts[0].as_py()}, see dates"
     formats = date_formats(texts[0].as_py())
     if formats and all(date_formats(text) for text in texts.slice(0, 100).to_pylist()):
         return f"dates such as {texts[0].as_py()}, whose format is ambiguous or mixed; see csv.dates"
     strange = [row for row, text in enumerate(column.to_pylist()) if text is not None and not may_be_number(text)]
+    if not strange:
+        with_point = pc.filter(texts, pc.match_substring(texts, "."))
+        if not len(with_comma):
+            return STORED_AS_TEXT
+        if not len(with_point):
+            return "numbers with decimal commas, see csv.decimal"
+        return (
+            f"numbers with different decimal marks, such as {with_comma[0].as_py()} and {with_point[0].as_py()}; write "
+            "them with the same mark"
+        )
     if 2 * len(strange) >= len(texts):
         return None
     row = strange[0]

@@ -7,8 +7,9 @@ import re
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.arrow import pa, pc, plain_numbers
 from unskew.data.readers.cell_types import CODES, ColumnUses, why_text
+from unskew.data.spec import Split
 from unskew.errors import ConfigError, DataError, abbreviate, unknown_name
 from unskew.expressions import parse_names, quote
 
@@ -111,9 +112,11 @@ class ColumnSelection(NamedTuple):
         labels = () if label is None else (label, *(c for i, c in enumerate(columns) if i not in coded))
         distinct = {*self.categories, *self.split[:1], None if self.sorts else self.divides} - {None, *self.dates}
         known = tuple(str(name) for name in distinct)
+        time = Split(*self.split).time
+        dates = self.dates if time is None or time in known else (*self.dates, time)
         if self.numeric:
-            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=self.dates)
-        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, self.dates)
+            return ColumnUses(numbers=(*numbers, *labels), names=known, dates=dates)
+        return ColumnUses(tuple(numbers), labels[:1] if one_class else (), known, dates)
 
 
 def select_inputs(
@@ -332,6 +335,7 @@ def is_date(kind: Any) -> bool:
 
 def is_category(column: Any) -> bool:
     """Return whether the values of a column can be categories: strings, whole numbers or truth values."""
+    column = plain_numbers(column)
     if pa.types.is_floating(column.type):
         return pc.all(pc.equal(column, pc.round(column))).as_py() is not False
     return is_string(column.type) or is_numeric(column.type)
@@ -343,9 +347,7 @@ def is_category_text(column: Any) -> bool:
 
 
 def is_string(kind: Any) -> bool:
-    """Return whether a pyarrow type is a string type, or a dictionary of strings."""
-    if pa.types.is_dictionary(kind):
-        kind = kind.value_type
+    """Return whether a pyarrow type is a string type."""
     return bool(pa.types.is_string(kind) or pa.types.is_large_string(kind))
 
 

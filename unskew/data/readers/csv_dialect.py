@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from unskew.data.csv_format import MARKS, CsvSpec
-from unskew.data.readers.cell_types import COMMA_NUMBER, POINT_NUMBER, THOUSANDS
+from unskew.data.readers.cell_types import COMMA_NUMBER, POINT_NUMBER, THOUSANDS, thousands_pattern
 from unskew.data.readers.missing_values import PLACEHOLDERS
 from unskew.errors import DataError, short_repr
 
@@ -78,7 +78,7 @@ def csv_layout(path: Path, requested: CsvSpec) -> CsvLayout:
         skip -= 1  # the names of the columns begin with #
         body = "".join(lines[skip:])
     records = read_records(body, separator, cut)
-    decimal = requested.decimal or detect_decimal_mark(path, records, separator)
+    decimal = requested.decimal or detect_decimal_mark(path, records, separator, requested.thousands)
     dialect = replace(requested, separator=separator, decimal=decimal, encoding=encoding)
     shown = CsvSpec(separator, decimal, encoding)
     if shown not in (CsvSpec(",", ".", "utf-8"), CsvSpec(requested.separator, requested.decimal, requested.encoding)):
@@ -252,33 +252,36 @@ def detect_separator(path: Path, sample: str, cut: bool) -> str:
     return regular[0] if regular else max(",;\t|", key=fit)
 
 
-def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> str:
+def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str, thousands: str | None) -> str:
     """Return the decimal mark of the numbers in a file; if the separator is a comma, it is the point.
 
     Args:
         path: Path of the file, for errors.
         rows: First records of the file.
         separator: Character between fields.
+        thousands: Thousands mark that is configured, or None.
 
     Raises:
         DataError: If columns disagree, or commas may separate thousands.
     """
-    if separator == "," or not rows:
+    if thousands == "," or separator == "," or not rows:
         return "."
     with_comma, with_point, numbers, doubtful = [], [], [], []
     for name, *values in zip(*rows, strict=False):
         present = [value for value in values if value.strip() and value.strip() not in PLACEHOLDERS]
+        if thousands is not None:
+            present = [without_thousands(value.strip(), thousands) for value in present]
         if any("," in value for value in present) and all(re.match(COMMA_NUMBER, value) for value in present):
             with_comma.append(name)
             numbers += [value for value in present if "," in value]
         elif any("." in value for value in present) and all(re.match(POINT_NUMBER, value) for value in present):
             with_point.append(name)
-            if all(re.match(POINTS_OR_THOUSANDS, value) for value in present):
+            if thousands is None and all(re.match(POINTS_OR_THOUSANDS, value) for value in present):
                 doubtful.append(next(value for value in present if "." in value))
     remedy = "Set csv.decimal to comma or point (--set csv.decimal=comma)."
     if with_comma and with_point:
         raise DataError(f"{path} has decimal commas in {with_comma[0]!r}, but points in {with_point[0]!r}. {remedy}")
-    if with_comma and all(re.match(THOUSANDS, value) for value in numbers):
+    if with_comma and thousands is None and all(re.match(THOUSANDS, value) for value in numbers):
         raise DataError(
             f"{path} has numbers such as {numbers[0]} in {with_comma[0]!r}, whose comma may be a decimal or a "
             f"thousands mark. {remedy} For a thousands mark, also set csv.thousands to comma."
@@ -289,3 +292,17 @@ def detect_decimal_mark(path: Path, rows: list[list[str]], separator: str) -> st
             path.name, doubtful[0].strip(), with_point[0],
         )  # fmt: skip
     return "," if with_comma else "."
+
+
+def without_thousands(text: str, mark: str) -> str:
+    """Return a number without its thousands marks; other texts are returned unchanged.
+
+    Args:
+        text: Trimmed cell.
+        mark: Thousands mark.
+
+    >>> without_thousands("1 234,5", " "), without_thousands("New York 123", " ")
+    ('1234,5', 'New York 123')
+    """
+    pattern = thousands_pattern(mark)
+    return re.sub(pattern, "", text) if re.match(rf"[+-]?\d{{1,3}}({pattern}\d{{3}})+([.,]\d*)?$", text) else text

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from unskew.data.column_statistics import ColumnTotals
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import cast, pa, pc
+from unskew.data.readers.arrow import cast, pa, pc, plain_numbers
 from unskew.data.readers.cell_types import TRUTH, may_be_number
 from unskew.data.readers.column_roles import is_category, is_date, is_numeric, is_string
 from unskew.data.readers.missing_values import PLACEHOLDERS
@@ -60,6 +60,7 @@ REMEDY = (
     "replaced)."
 )
 """Advice in error messages about training data."""
+UNITS_PER_DAY = {unit: 86_400 * 1000**power for power, unit in enumerate(("s", "ms", "us", "ns"))}
 
 
 def read_columns(
@@ -131,8 +132,7 @@ def read_column(column: Any, encoder: Encoder, what: str, remedy: str = REMEDY) 
         if not empty and not is_date(column.type):
             mismatch = first_mismatch(column, pa.timestamp("us"))
             raise DataError(f"{what} contains {mismatch}, not dates. Write them as 2024-01-31, or 2024-01-31 12:00:00.")
-        days = column.cast(pa.timestamp("us")).cast(pa.int64()).to_numpy().astype(np.float64)
-        values = np.where(column.is_null().to_numpy(), np.nan, days / 86_400e6)
+        values = days_since_1970(column)
     else:
         if not empty and not is_numeric(column.type):
             mismatch = first_mismatch(column, pa.float64())
@@ -143,6 +143,26 @@ def read_column(column: Any, encoder: Encoder, what: str, remedy: str = REMEDY) 
         bad = np.flatnonzero(infinite if encoder.fills else infinite | np.isnan(values))
         raise DataError(f"{what} has {len(bad)} missing or infinite values, the first in row {bad[0]}{remedy}")
     return np.asarray(values)
+
+
+def days_since_1970(column: Any) -> np.ndarray:
+    """Return dates as days since 1970, float64 ``[n]``; missing dates are NaN.
+
+    Args:
+        column: Dates of any resolution, or a column without values.
+
+    >>> import pyarrow as pa
+    >>> days_since_1970(pa.chunked_array([pa.array([43_200_000_000_001, None], pa.timestamp("ns"))]))
+    array([0.5, nan])
+    """
+    kind = column.type
+    if pa.types.is_null(kind):
+        return np.full(len(column), np.nan)
+    units = 1 if pa.types.is_date32(kind) else UNITS_PER_DAY["ms" if pa.types.is_date64(kind) else kind.unit]
+    integers = column.cast(pa.int32() if units == 1 else pa.int64()).fill_null(0).to_numpy().astype(np.int64)
+    if units == UNITS_PER_DAY["ns"]:
+        integers, units = integers // 1000, UNITS_PER_DAY["us"]
+    return np.where(column.is_null().to_numpy(), np.nan, integers / units)
 
 
 def first_mismatch(column: Any, kind: Any) -> str:
@@ -175,6 +195,7 @@ def to_texts(column: Any, what: str | None = None) -> np.ndarray:
         column: Values of the column.
         what: Description of the column, for the error about two names for the same thing; None does not check for it.
     """
+    column = plain_numbers(column)
     if pa.types.is_floating(column.type):
         is_whole = pc.and_(pc.equal(column, pc.round(column)), pc.less(pc.abs(column), 2.0**53))
         integers = pc.if_else(is_whole, column, 0.0).cast(pa.int64()).cast(pa.string())

@@ -52,20 +52,20 @@ def files_stamp(path: Path | None) -> tuple[int, int, int]:
     """Return number, newest modification time and total size of the files below a path, to detect changes."""
     if path is None:
         return (0, 0, 0)
-    # A single file includes its folder, because the test.csv next to a train.csv is read as well.
-    files = visible_files(path) if path.is_dir() else [path, *files_with_suffix(path.parent.iterdir(), path.suffix)]
+    # A single file includes the tables in its folder, because a test.csv next to a train.csv is read as well.
+    files = visible_files(path) if path.is_dir() else [path, *files_with_suffix(path.parent.iterdir(), *TABLES)]
     stats = [file.stat() for file in files if file.is_file()]
     return len(stats), max((s.st_mtime_ns for s in stats), default=0), sum(s.st_size for s in stats)
 
 
-def files_with_suffix(files: Iterable[Path], suffix: str) -> list[Path]:
-    """Return the files with this suffix, ignoring case, sorted; hidden files are skipped.
+def files_with_suffix(files: Iterable[Path], *suffixes: str) -> list[Path]:
+    """Return the files with one of some suffixes, ignoring case, sorted; hidden files are skipped.
 
     Args:
         files: Files to choose from.
-        suffix: Suffix including the dot.
+        suffixes: Suffixes in lower case, including the dot.
     """
-    return sorted(file for file in files if file.suffix.lower() == suffix.lower() and not is_hidden(file.name))
+    return sorted(file for file in files if file.suffix.lower() in suffixes and not is_hidden(file.name))
 
 
 def hub_tables(hub: HubDataset) -> tuple[Any, Any | None]:
@@ -129,16 +129,16 @@ def local_files(kind: str, hub: HubDataset, path: Path) -> dict[str, list[Path]]
     )
 
 
-def split_files(folder: Path, split: str, suffix: str) -> list[Path]:
+def split_files(folder: Path, split: str, *suffixes: str) -> list[Path]:
     """Return the files of one split: ``train*.parquet``, or all files of a folder ``train``.
 
     Args:
         folder: Folder to search.
         split: Name of the split, such as ``train`` or ``test``.
-        suffix: Suffix including the dot.
+        suffixes: Suffixes in lower case, including the dot.
     """
     named = [file for file in folder.iterdir() if file.name.lower().startswith(split)]
-    return files_with_suffix(named, suffix) or files_with_suffix((folder / split).glob("*"), suffix)
+    return files_with_suffix(named, *suffixes) or files_with_suffix((folder / split).glob("*"), *suffixes)
 
 
 def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES) -> tuple[Any, Any | None]:
@@ -146,20 +146,25 @@ def file_tables(path: Path, csv: CsvSpec = DETECTED, uses: ColumnUses = NO_USES)
 
     Args:
         path: File or folder.
-        csv: Format of CSV files; its ``missing`` also applies to other files.
-        uses: Uses of the columns of CSV files.
+        csv: Format of CSV files; its ``missing`` and ``dates`` also apply to other files.
+        uses: Uses of the columns.
 
     Raises:
         ConfigError: If the format of CSV files is configured, but there is none.
-        DataError: If a file cannot be read.
+        DataError: If a file cannot be read, or exists in several formats.
     """
     train, test = table_files(path)
-    if csv != CsvSpec(missing=csv.missing) and not any(file.suffix.lower() == ".csv" for file in train):
+    check_one_format([*train, *test])
+    for_all = CsvSpec(missing=csv.missing, dates=csv.dates)
+    if csv != for_all and not any(file.suffix.lower() == ".csv" for file in (*train, *test)):
         raise ConfigError(
-            f"csv describes the format of CSV files, but {train[0]} is none. Remove all of its options except csv.missing."
+            f"csv describes the format of CSV files, but {train[0]} is none. Remove all of its options except csv.missing "
+            "and csv.dates."
         )
     if unread := unread_tables(path, [*train, *test]):
         LOG.warning("%s: not read, because neither train nor test: %s", path, abbreviate(unread))
+    if unread := tables_in_subfolders(path, [*train, *test]):
+        LOG.warning("%s: not read, because in a subfolder: %s", path, abbreviate(unread))
     tables = read_tables([*train, *test], csv, uses, len(train))
     rows, test_rows = concatenate_parts(tables, [*train, *test], len(train))
     if len(train) > 1 and FILE not in rows.column_names:
@@ -172,22 +177,43 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
     """Return the training files and the test files of a table; there may be no test files.
 
     Args:
-        path: File, or folder of files. If no name begins with train, all files that do not begin with test are training
-            files, as if each came from one site.
+        path: File, or folder of files, which may have different formats. If no name begins with train, all files that do
+            not begin with test are training files, as if each came from one site.
 
     Raises:
         DataError: If there is no file in a supported format.
     """
     if path.is_dir():
-        for suffix in TABLES:
-            train, test = (split_files(path, split, suffix) for split in ("train", "test"))
-            others = files_with_suffix(path.iterdir(), suffix)
-            if train or set(others) - set(test):
-                return train or [file for file in others if file not in test], test
-        raise DataError(f"{path} contains no .parquet, .csv or .jsonl file with training rows.")
+        train, test = (split_files(path, split, *TABLES) for split in ("train", "test"))
+        train = train or [file for file in files_with_suffix(path.iterdir(), *TABLES) if file not in test]
+        if not train:
+            raise DataError(f"{path} contains no .parquet, .csv or .jsonl file with training rows.")
+        return train, test
     if path.suffix.lower() not in TABLES:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
-    return [path], files_with_suffix(path.parent.glob("test.*"), path.suffix)[:1] if path.stem == "train" else []
+    if path.stem != "train":
+        return [path], []
+    beside = list(path.parent.glob("test.*"))
+    return [path], files_with_suffix(beside, path.suffix.lower())[:1] or files_with_suffix(beside, *TABLES)
+
+
+def check_one_format(files: Sequence[Path]) -> None:
+    """Validate that no table exists in several formats, whose rows would be read twice.
+
+    Args:
+        files: Files to read.
+
+    Raises:
+        DataError: If two files differ only in their suffixes.
+    """
+    first: dict[Path, Path] = {}
+    for file in files:
+        other = first.setdefault(file.with_suffix(""), file)
+        if other != file:
+            raise DataError(
+                f"{file.parent} contains {other.name} and {file.name}, which may have the same rows. Remove one of them, or "
+                "rename it if it has other rows."
+            )
 
 
 def unread_tables(path: Path, read: list[Path]) -> list[str]:
@@ -198,9 +224,23 @@ def unread_tables(path: Path, read: list[Path]) -> list[str]:
         read: Files that are read.
     """
     folder = path if path.is_dir() else path.parent
-    others = [file for file in files_with_suffix(folder.iterdir(), read[0].suffix) if file not in read]
-    parts = SPLITS if path.stem == "train" else ()
+    stems = {file.stem for file in read}
+    others = [file for file in files_with_suffix(folder.iterdir(), *TABLES) if file not in read]
+    parts = {*SPLITS} - stems if path.stem == "train" else ()
     return [file.name for file in others if path.is_dir() or file.stem.lower() in parts]
+
+
+def tables_in_subfolders(path: Path, read: list[Path]) -> list[str]:
+    """Return the tables in subfolders that are not read, as paths below the folder.
+
+    Args:
+        path: File, or folder of files.
+        read: Files that are read.
+    """
+    if not path.is_dir():
+        return []
+    others = [file for file in files_with_suffix(visible_files(path), *TABLES) if file not in read]
+    return [file.relative_to(path).as_posix() for file in others if file.parent != path]
 
 
 def concatenate_parts(tables: Sequence[Any], files: Sequence[Path], training: int) -> tuple[Any, Any | None]:

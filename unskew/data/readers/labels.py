@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from unskew.data.readers.arrow import pa, pc
+from unskew.data.readers.arrow import pa, pc, plain_numbers
 from unskew.data.readers.cell_types import why_text
 from unskew.data.readers.column_roles import is_numeric, is_string
 from unskew.data.readers.images import is_binary
@@ -163,6 +163,9 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
         column: Values of the column.
         label: Name of the label column.
         where: Name of the data, for errors.
+
+    Raises:
+        DataError: If a label is missing, fractional or too large, or the column contains no classes.
     """
     if column.null_count:
         raise DataError(
@@ -175,7 +178,7 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
             f"The label column {label!r} of {where} has type {kind}. It must contain one class or a list of labels "
             "per row."
         )
-    values = column.to_numpy()
+    values = plain_numbers(column).to_numpy()
     if values.dtype.kind == "O" and all(re.match(r"\s*\[.*\]\s*$", str(value)) for value in values):
         raise DataError(
             f"The label column {label!r} of {where} contains lists written as text, such as {values[0]!r}. Write the labels "
@@ -186,6 +189,12 @@ def label_values(column: Any, label: str, where: str) -> np.ndarray:
             raise DataError(
                 f"The label column {label!r} of {where} contains fractions or NaN, but labels must be classes. "
                 "To predict the number, use --task regression (task: regression)."
+            )
+        large = values[np.abs(values) >= 2.0**63]
+        if len(large):
+            raise DataError(
+                f"The label column {label!r} of {where} contains the number {large[0]:.0f}, but numbers of classes must be "
+                "below 2^63. Store larger ones as text."
             )
         return np.asarray(values.astype(np.int64))
     return np.asarray(values if values.dtype.kind in "iu" else values.astype(str))

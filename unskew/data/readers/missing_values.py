@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from unskew.data.readers.arrow import pa, pc
 
 LOG = logging.getLogger("unskew")
@@ -35,9 +37,12 @@ def without_missing(column: Any, name: str, path: Path, missing: Sequence[str] |
     """
     kind = column.type
     if pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_decimal(kind):
-        listed = [float(text) for text in missing or () if is_number(text)]
+        listed = np.array([float(text) for text in missing or () if is_number(text)])  # in any notation
         numbers = column.cast(pa.float64(), safe=False)
-        if listed:  # in any notation
+        if len(listed):
+            if pa.types.is_floating(kind):  # -99.9 has another value in float32 than in float64
+                with np.errstate(over="ignore"):
+                    listed = listed.astype(kind.to_pandas_dtype()).astype(np.float64)
             return pc.if_else(pc.is_in(numbers, pa.array(listed, pa.float64())), None, column)
         if column.null_count < len(column):
             report_sentinels(numbers, name, path)

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from unskew.data.federation import take_rows
 from unskew.data.normalization import Normalization
-from unskew.data.readers.arrow import pa
-from unskew.data.readers.cell_types import CODES, why_text
+from unskew.data.readers.arrow import pa, plain_numbers
+from unskew.data.readers.cell_types import CODES, STORED_AS_TEXT, why_text
 from unskew.data.readers.class_names import metadata_class_names
 from unskew.data.readers.column_roles import (
     CATEGORY,
@@ -317,7 +317,7 @@ def check_not_continuous(name: str, label: str, train: Any, classes: int, task: 
     if "one_class" not in TASKS[task].provides or metadata_class_names(train, label):
         return
     reason = why_text(column) if is_string(column.type) else None
-    if reason not in (None, CODES) and classes > FEW_CLASSES:
+    if reason not in (None, CODES, STORED_AS_TEXT) and classes > FEW_CLASSES:
         raise DataError(
             f"{name}: the label {label!r} contains {reason}. Each of the {classes} different values would be a class. To "
             "predict the number, use --task regression (task: regression)."
@@ -407,7 +407,7 @@ def metadata_columns(table: Any, skip: set[str | None]) -> dict[str, np.ndarray]
         skip: Further columns to skip.
     """
     return {
-        field.name: table.column(field.name).to_numpy()
+        field.name: plain_numbers(table.column(field.name)).to_numpy()
         for field in table.schema
         if field.name not in skip and is_plain(field.type)
     }

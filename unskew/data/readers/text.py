@@ -151,7 +151,11 @@ def load_and_tokenize(
     kind, path, label, text, csv, split = request
     columns, block = text.used_columns, text.block
     own: tuple[str, ...] = columns or (("text",) if kind == "text" else PAIR)
-    uses = ColumnUses(labels=() if label is None else (label,), kinds=tuple((column, "text") for column in own))
+    uses = ColumnUses(
+        labels=() if label is None else (label,),
+        dates=() if split is None or split.time is None else (split.time,),
+        kinds=tuple((column, "text") for column in own),
+    )
     parts, name = text_tables(kind, path, csv, uses)
     for where, part in parts.items():
         if part.num_rows == 0:
@@ -220,7 +224,7 @@ def text_tables(kind: str, path: Path | None, csv: CsvSpec, uses: ColumnUses) ->
         kind: Name of the source.
         path: File or folder, or None.
         csv: Format of CSV files.
-        uses: Uses of the columns of CSV files.
+        uses: Uses of the columns.
     """
     if kind == "sentences":
         parts = [pa.Table.from_pylist(sentences(seed, each)) for seed, each in ((0, 800), (1, 200))]
