@@ -63,7 +63,7 @@ def files_with_suffix(files: Iterable[Path], *suffixes: str) -> list[Path]:
 
     Args:
         files: Files to choose from.
-        suffixes: Suffixes in lower case, including the dot.
+        *suffixes: Suffixes in lower case, including the dot.
     """
     return sorted(file for file in files if file.suffix.lower() in suffixes and not is_hidden(file.name))
 
@@ -135,7 +135,7 @@ def split_files(folder: Path, split: str, *suffixes: str) -> list[Path]:
     Args:
         folder: Folder to search.
         split: Name of the split, such as ``train`` or ``test``.
-        suffixes: Suffixes in lower case, including the dot.
+        *suffixes: Suffixes in lower case, including the dot.
     """
     named = [file for file in folder.iterdir() if file.name.lower().startswith(split)]
     return files_with_suffix(named, *suffixes) or files_with_suffix((folder / split).glob("*"), *suffixes)
