@@ -93,7 +93,7 @@ def warm_start(parent: Path, config: Experiment, server: Server, recorder: Recor
     differing = differing_fields(extra["config"], config)
     observed = [kind for kind, field in OBSERVED.items() if field not in differing]
     restore.start_from_run(path, manifest, server, before, observed)
-    with restore.checkpoint_errors(path):
+    with checkpoint.checkpoint_errors(path):
         flying, kept = len(manifest["in_flight"]), int(extra["best"][0]) if "best" in extra else done
     if flying:
         recorder.warn(
