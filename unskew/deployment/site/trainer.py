@@ -380,7 +380,7 @@ class SiteTrainer:
         broadcast = self._read_broadcast(request, state)
         masked = self.config.secure_aggregation == "required"
         most = 1 + (ledger.num_opened() if masked else self.config.rounds)
-        state.check_evaluation(broadcast.round, request_digest(request), most)
+        state.check_evaluation(min(broadcast.round, self.config.rounds), request_digest(request), most)
         stays, mode = broadcast.state, self.config.buffers
         v, b = broadcast.v, broadcast.b
         metrics: dict[str, float] = {}
