@@ -76,7 +76,7 @@ class Aggregator:
         self.selection = selection
         self.skipped = SkippedUpdates()
         self._noise = self.setup.noise or NoiseSource(self.setup.seed)
-        self._meter: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.meter: Callable[[], AbstractContextManager[None]] = nullcontext
         self._watchers: list[Callable[[Update], None]] = []
 
     def watch(self, watcher: Callable[[Update], None]) -> None:
@@ -85,7 +85,7 @@ class Aggregator:
 
     def measure_cost(self, meter: Callable[[], AbstractContextManager[None]]) -> None:
         """Run the aggregation of updates within a context manager that measures its cost."""
-        self._meter = meter
+        self.meter = meter
 
     def restore(self, num_skipped: int) -> None:
         """Continue counting skipped updates from this number."""
@@ -107,7 +107,7 @@ class Aggregator:
         if "equal_slices" in setup.needs:
             clients = setup.federation_info.clients
             self.broadcaster.exchange.check_equal_slices(state.rules, round, self.clients.last_rounds, clients)
-        intake = UpdateBuffer(setup.method, setup.rule, self._meter, state.waiting)
+        intake = UpdateBuffer(setup.method, setup.rule, self.meter, state.waiting)
         senders, skipped, discarded = self._collect(round, arrivals, intake)
         if senders:
             plan = setup.federation_info.plan
@@ -202,7 +202,7 @@ class Aggregator:
         if combined:
             rules = self._combine(round, intake)
         for gathered in intake.for_rule():
-            with self._meter():
+            with self.meter():
                 new_state = rule.step(server_rule, self.updates(round, gathered, b if rule_b is None else rule_b))
             check_state(f"{rule.name}.step", new_state, current.v, current.b)
             rule_b = new_state.get("b", rule_b)
@@ -211,7 +211,7 @@ class Aggregator:
         sums = intake.round_updates.aggregate
         if intake.accepted or combined:
             all_updates = self.updates(round, intake.round_updates, current.b)
-            with self._meter():
+            with self.meter():
                 rules = {half.name: half.server_update(rules[half.name], all_updates) for half in method.halves}
             # Buffers of updates that wait in the server's buffer move together with the model.
             if rule_b is None:
@@ -250,7 +250,7 @@ class Aggregator:
                 if not collected.aggregate.count and self.setup.method.sync is not None:
                     _, up = self.broadcaster.slices(round, 0)
                     collected.aggregate.sent = self.broadcaster.exchange.masks(up, current.v.device)
-                with self._meter():
+                with self.meter():
                     state, combined = rule.combine(state, self.updates(round, collected, current.b))
                 check_combined(rule.name, combined, current.v, current.b)
                 collected.aggregate = CombinedUpdate(collected.aggregate, combined)

@@ -88,7 +88,9 @@ class Server:
         if collected.aggregate.count:
             updates = self.aggregator.updates(round, collected, state.b, state.v)
             asking = {rule.name: rule for rule in method.client if "asked" in survey_times(rule)}
-            state.set_rules({name: rule.server_update(state.rules[name], updates) for name, rule in asking.items()})
+            with self.aggregator.meter():
+                rules = {name: rule.server_update(state.rules[name], updates) for name, rule in asking.items()}
+            state.set_rules(rules)
 
     def close(self, round: int, replies: Iterable[Update | SummedUpdate]) -> None:
         """Apply the surveys after the last round: each of their rules may return another final model.

@@ -468,11 +468,12 @@ def test_the_cosine_is_that_of_two_gradients_and_only_measures():
     assert found == pytest.approx(1.0)
 
 
-def test_training_of_class_means_at_the_server_is_counted():
-    """A head of 4 features and 3 classes: forward and two gradients of a linear layer, for each class mean."""
+def test_training_of_class_means_and_sums_of_asked_clients_are_counted():
     options = {"network": {"delay": "none"}, "participation": 1.0, "rounds": 1, "diagnose": ["server"], "model": "mlp"}
     fewer, more = (train(f"fedgh:epochs={epochs}", **options).summary["server/gflops"] for epochs in (1, 11))
     assert more > fewer > 0
+    asked, plain = (train(method, **options).summary["server/gflops"] for method in ("mime", "fedavg"))
+    assert asked > plain
 
 
 def test_what_the_server_computes_and_holds_is_counted():
