@@ -1,6 +1,7 @@
 """Benchmark suites: files, units, outcomes, references, tables and pages."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -188,6 +189,14 @@ def test_an_interrupted_unit_continues_with_its_trials(suite_file, tmp_path, mon
     assert stored[unit]["summaries"] == expected["summaries"]
     assert "fedper" in stored[fitting]["not_applicable"]
     assert not parted.unfinished.exists()
+
+
+def test_unfinished_units_are_next_to_any_folder_of_results(suite_file, tmp_path, monkeypatch):
+    (tmp_path / "here" / "below").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "here" / "below")
+    suite, federations = load_suite(str(suite_file))
+    for results, name in ((".", "here/below.unfinished"), ("..", "here.unfinished"), ("a", "here/below/a.unfinished")):
+        assert SuiteRuns(suite, federations, Path(results)).unfinished == tmp_path / name
 
 
 def test_a_unit_of_another_command_is_not_repeated(suite_file, tmp_path):

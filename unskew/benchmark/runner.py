@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ class SuiteRuns:
         self.suite = suite
         self.federations = {federation.name: federation for federation in federations}
         self.results = results
-        self.unfinished = results.with_name(f"{results.resolve().name}.unfinished")
+        folder = results.resolve()
+        self.unfinished = folder.parent / f"{folder.name}.unfinished"
         self.data = None if data is None else data.absolute()
         self._options: dict[str, int] = {}
 
@@ -268,13 +270,16 @@ def run_unit(runs: SuiteRuns, unit: Unit, in_parts: bool, callbacks: Sequence[Ca
     """
     settings = run_settings(runs.suite, runs.federations[unit.federation], runs.data)
     settings.setdefault("eval_every", max(1, math.ceil(experiment(settings).rounds / POINTS)))
-    compute = _reference if is_reference(unit.method) else _tuned
     folder = runs.unfinished / f"{unit.federation}-{identity_hash(runs.identity(unit))}"
+    if is_reference(unit.method):
+        compute = partial(_reference, runs, unit, settings)
+    else:
+        compute = partial(_tuned, runs.suite, unit, settings, folder)
     store = write_outcome if in_parts else append_outcome
     try:
         with output_folder(folder, True, lambda: (folder / "study.db").exists()), _stopwatch(folder) as seconds:
             if read_outcome(runs.results, runs.identity(unit)) is None:  # else another command has finished it
-                outcome = _result_or_reason(compute, runs, unit, settings, folder)
+                outcome = _result_or_reason(compute, folder)
                 store(runs.results, unit.federation, runs.identity(unit), outcome | {"seconds": round(seconds(), 1)})
             shutil.rmtree(folder)
     except Exception as error:  # also out of memory: the other units continue, and this one has no outcome
@@ -282,16 +287,15 @@ def run_unit(runs: SuiteRuns, unit: Unit, in_parts: bool, callbacks: Sequence[Ca
     return None
 
 
-def _result_or_reason(
-    compute: Callable[..., Outcome], runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path
-) -> Outcome:
+def _result_or_reason(compute: Callable[[], Outcome], folder: Path) -> Outcome:
     """Return the outcome of a unit, or the reason why the method does not fit the data.
 
-    A folder that an earlier command left may be of another version of unskew. If the unit fails, it is repeated without it.
+    Another version of unskew may have written the folder. If a unit that continues fails, the folder is emptied, and the unit
+    starts again.
     """
     continues = is_occupied(folder)
     try:
-        return compute(runs, unit, settings, folder)
+        return compute()
     except (ConfigError, DataError) as error:
         if not continues:
             return {"not_applicable": str(error)}
@@ -300,12 +304,19 @@ def _result_or_reason(
             shutil.rmtree(path)
         elif path.name != ".lock":
             path.unlink()
-    return _result_or_reason(compute, runs, unit, settings, folder)
+    return _result_or_reason(compute, folder)
 
 
 @contextmanager
 def _stopwatch(folder: Path) -> Iterator[Callable[[], float]]:
-    """Context manager that returns a clock; in ``folder``, the next command continues with its seconds."""
+    """Context manager that returns a function for the seconds since the start, with those of earlier commands.
+
+    Args:
+        folder: Folder in which the seconds are stored for the next command, unless it is empty at the end.
+
+    Yields:
+        The function.
+    """
     path = folder / "seconds.json"
     started = time.perf_counter()
     with suppress(OSError, ValueError, TypeError):
@@ -328,9 +339,8 @@ def own_space(suite: Suite, spelling: str) -> dict[str, Any]:
     return {key: value for key, value in suite.space.items() if "." not in key or key.rpartition(".")[0] in owners}
 
 
-def _tuned(runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path) -> Outcome:
-    """Return the outcome of tuning a method and running it with fresh seeds, in a folder whose trials are used."""
-    suite = runs.suite
+def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any], folder: Path) -> Outcome:
+    """Return the outcome of tuning a method and running it with fresh seeds, with the finished trials in a folder."""
     result = tune(
         methods=[unit.method],
         trials=unit.trials,
@@ -353,8 +363,8 @@ def _tuned(runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path) 
     }
 
 
-def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any], folder: Path) -> Outcome:
-    """Return the outcome of a reference, which uses the tuned training options of the baseline and no folder."""
+def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome:
+    """Return the outcome of a reference, which uses the tuned training options of the baseline."""
     suite = runs.suite
     try:
         baseline = read_outcome(runs.results, runs.identity(runs.tuned_unit(unit.federation, suite.baseline)))

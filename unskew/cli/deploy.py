@@ -140,7 +140,8 @@ def forget(
     grids = ", ".join(forgotten.grids) or "no column"
     lines = (
         f"Forgotten: {len(forgotten.replies)} stored replies, hashes of {len(forgotten.data)} data sets, the data schema of "
-        f"inputs, and the grids of {grids}. Not forgotten: the privacy losses, {forgotten.spent:g} in total.",
+        f"inputs, and the grids of {grids}, with lists of classes and constants of masked sums. Not forgotten: the privacy "
+        f"losses, {forgotten.spent:g} in total.",
         "The site now computes requested statistics again. Whoever has the earlier replies can compare: the difference shows "
         "the rows that have changed since, even a single one; noise that is drawn again can be averaged; two grids of a "
         "column show finer cells, two data schemas smaller groups. Masked sums of statistics may be over other clients.",

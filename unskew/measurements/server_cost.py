@@ -47,7 +47,7 @@ class ServerCost(Diagnostic):
     def __init__(self, server: Server):
         super().__init__(server)
         self.counted = 0
-        server.aggregator.measure_cost(self.meter)
+        server.aggregator.meter = self.meter
 
     def begin(self) -> None:
         """Start a round: count from zero."""

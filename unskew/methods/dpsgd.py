@@ -222,7 +222,7 @@ class DPSGD(ClientRule):
 
     @property
     def noise_for_rounds(self) -> bool:  # type: ignore[override]
-        """Whether the noise is computed from epsilon, for the number of rounds."""
+        """True if ``noise`` is not set; it is then computed from epsilon for the number of rounds."""
         return self.noise is None
 
     def delta_of(self, samples: int) -> float:

@@ -50,11 +50,12 @@ class ClientRule(WithServerHalf):
     poisson_batches: ClassVar[bool] = False
     """True if clients train on Poisson batches, whose rows have weights (``batch.weight``), and ``gradient`` computes the
     gradient of the loss from single samples; the rule then acts before all other client rules."""
+
     num_parts: int = 1
     """Number of equal parts into which ``gradient`` splits each batch."""
 
     noise_for_rounds: ClassVar[bool] = False
-    """Whether clients add noise that is computed for the number of rounds of the run."""
+    """True if clients add noise that is computed for the number of rounds; real sites then need the same number."""
 
     acts_last: ClassVar[bool] = False
     """True if ``loss`` evaluates the loss at other parameters, or ``transform_update`` uploads the update; the rule then acts

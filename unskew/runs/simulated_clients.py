@@ -66,6 +66,11 @@ class SimulatedClients:
         self.parts = parts
         self.engine_name = ""
 
+    @property
+    def final_round(self) -> int:
+        """Number of the training after the last round, see ``Training.final_round``."""
+        return self.parts.config.training.final_round(len(self.parts.recorder.history))
+
     def make_engine(self, resume: bool) -> tuple[Engine, EngineChoice]:
         """Create the engine and return it with the reason for its choice."""
         parts, config = self.parts, self.parts.config
@@ -154,8 +159,7 @@ class SimulatedClients:
         scores = evaluate(partial(personal_models.stored_models, server, personal=False) if differ else None)
         own: ClientScores | None = None
         if personal_models.has_fine_tuning(parts.method):
-            last = config.training.final_round(len(parts.recorder.history))
-            tuned = partial(personal_models.fine_tuned_models, server, engine, last, parts.sampler.size)
+            tuned = partial(personal_models.fine_tuned_models, server, engine, self.final_round, parts.sampler.size)
             own = evaluate(kept_personal_models(tuned, parts.folder, parts.recorder.warn))
         elif personal_models.has_personal_models(parts.method, parts.spec):
             own = evaluate(partial(personal_models.stored_models, server, personal=True))
@@ -201,11 +205,11 @@ class SimulatedClients:
             name = "vectorized" if self.engine_name == "vectorized" else "inline"
             every = replace(known, clients=AllClients(known), client_names=(*known.client_names, *names))
             engine = make_engine(name, replace(parts.setup, federation=every))
-            at_once, last = parts.sampler.size, config.training.final_round(len(parts.recorder.history))
+            at_once = parts.sampler.size
 
             def tuned(clients: Sequence[int]) -> Served:
                 ids = [first + k for k in clients]
-                return personal_models.fine_tuned_models(server, engine, last, at_once, ids)
+                return personal_models.fine_tuned_models(server, engine, self.final_round, at_once, ids)
 
             try:
                 own = evaluate(tuned)

@@ -66,6 +66,7 @@ class Aggregator:
 
     Attributes:
         skipped: Updates that were skipped.
+        meter: Returns a context manager for computations of the server, such as one that counts their operations.
     """
 
     def __init__(self, broadcaster: Broadcaster, selection: ModelSelection):
@@ -82,10 +83,6 @@ class Aggregator:
     def watch(self, watcher: Callable[[Update], None]) -> None:
         """Call a function with every usable update, for diagnostics that are not part of the method."""
         self._watchers.append(watcher)
-
-    def measure_cost(self, meter: Callable[[], AbstractContextManager[None]]) -> None:
-        """Run the aggregation of updates within a context manager that measures its cost."""
-        self.meter = meter
 
     def restore(self, num_skipped: int) -> None:
         """Continue counting skipped updates from this number."""

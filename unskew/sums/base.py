@@ -199,9 +199,11 @@ class SumKind:
     constants: ClassVar[tuple[str, ...]] = ()
     """Names of ``SumRequest.tensors``."""
     once: ClassVar[tuple[str, ...]] = ()
-    """Constants of which a site uses only one value for masked sums: sums for several would reveal terms of single sites."""
+    """Constants for which a site accepts a single value in masked sums: sums for several values would reveal the summands of
+    single sites."""
     of_experiment: ClassVar[bool] = False
-    """Whether the sums also depend on the experiment, such as its seed, so that another one gets another reply."""
+    """True if the sums depend on further fields of the experiment, such as its seed, so that replies are stored for each
+    experiment."""
     masked_only: ClassVar[bool] = False
     """True if a site sends the sums only under secure aggregation."""
     uses_labels: ClassVar[bool] = True

@@ -353,6 +353,12 @@ QUESTIONS = [
 ]
 
 
+def message_header(config):
+    """Header of the messages of a run, without the data schema."""
+    about = {"protocol": PROTOCOL, "run": "0123456789abcdef", "attempt": 0}
+    return {**about, "digest": experiment_digest(config), "rounds": config.rounds}
+
+
 def test_sites_with_noise_answer_the_same_whatever_their_data_are(tmp_path):
     """A server asks with unsettled and wrong schemas: nothing but the clock, keys and signatures may differ."""
     answers = []
@@ -360,13 +366,7 @@ def test_sites_with_noise_answer_the_same_whatever_their_data_are(tmp_path):
         values, place = noisy_sites(tmp_path / str(number), names)
         config = experiment(values)
         schema = DataSchema.of(load_federation_for(config, ())).config()
-        base = {
-            "protocol": PROTOCOL,
-            "run": "0123456789abcdef",
-            "attempt": 0,
-            "digest": experiment_digest(config),
-            "rounds": config.rounds,
-        }
+        base = message_header(config)
         for question in QUESTIONS:
             for kind in ("hello", "sums", "evaluate", "contribute"):
                 asked = Frame(kind, {**base, **schema, "round": 1, **question}, {}, {})
@@ -410,13 +410,7 @@ def test_sums_of_columns_are_not_answered_with_noise_at_the_sites(tmp_path):
     config = experiment(values)
     place = LoopPlace(tmp_path, values, **own)
     schema = DataSchema.of(load_federation_for(config, ())).open
-    base = {
-        "protocol": PROTOCOL,
-        "run": "0123456789abcdef",
-        "attempt": 0,
-        "digest": experiment_digest(config),
-        "rounds": config.rounds,
-    }
+    base = message_header(config)
     moments = encode_requests([SumRequest("moments", {"columns": ["age"]})], session="1")
     words = "noise at the sites does not protect"
     for asked, known, reason in (

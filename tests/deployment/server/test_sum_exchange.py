@@ -180,7 +180,7 @@ def test_coefficients_that_single_out_a_row_are_refused(tmp_path):
 
 @pytest.mark.parametrize("masked", [True, False])
 def test_a_run_ends_without_the_coefficients_that_a_site_refuses(masked, tmp_path):
-    """The age separates the outcomes, so that few rows determine the sums; that is no fault of a site."""
+    """The age separates the outcomes, so few rows determine the sums, but no site has sent anything wrong."""
     values = clinics(tmp_path, coefficients=True, secure_aggregation="required" if masked else "off")
     rows = [f"{40 + (37 * k % 97) / 3:.2f},{k % 4},{'abc'[k % 3]}" for k in range(120)]
     rows = [f"{row},{'yes' if float(row.split(',')[0]) > 56 else 'no'}" for row in rows]

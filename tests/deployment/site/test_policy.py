@@ -344,7 +344,7 @@ def test_the_same_request_in_other_words_gets_the_same_noise(seeded, monkeypatch
     assert average_of_repeats(tmp_path / "off", requests)[1] == 3
 
 
-def counted_as(policy, names, masked=False):
+def counted_as(policy, names):
     """The counts of a hundred patients for a list of classes, by class."""
     patients, own = hundred(), ("flu", "cold", "none")
     order = [own.index(name) if name in own else 3 for name in names]
@@ -352,7 +352,7 @@ def counted_as(policy, names, masked=False):
     counts = torch.tensor([30, 30, 40, 0])[order]
     patients.rows = replace(rows, class_counts=lambda: counts)
     request = SumRequest("class_counts", {"classes": len(names)})
-    return dict(zip(names, ask(policy, request, patients, masked=masked)["counts"].tolist(), strict=True))
+    return dict(zip(names, ask(policy, request, patients)["counts"].tolist(), strict=True))
 
 
 @pytest.mark.parametrize("names", [["flu", "cold", "none", "invented"], ["none", "cold", "flu"]])

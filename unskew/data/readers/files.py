@@ -193,8 +193,8 @@ def table_files(path: Path) -> tuple[list[Path], list[Path]]:
         raise DataError(f"{path} is neither a .csv nor a .jsonl nor a .parquet file.")
     if path.stem != "train":
         return [path], []
-    beside = list(path.parent.glob("test.*"))
-    return [path], files_with_suffix(beside, path.suffix.lower())[:1] or files_with_suffix(beside, *TABLES)
+    tests = list(path.parent.glob("test.*"))
+    return [path], files_with_suffix(tests, path.suffix.lower())[:1] or files_with_suffix(tests, *TABLES)
 
 
 def check_one_format(files: Sequence[Path]) -> None:

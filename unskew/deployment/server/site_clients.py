@@ -194,8 +194,10 @@ class SiteClients(SimulatedClients):
         # The whole model is sent for evaluation, as in a simulation; with ``buffers: reset`` no client trains from its
         # buffers.
         final, create = server.selection.evaluated, server.broadcaster.final_broadcast
-        model_for, last = server.broadcaster.model_for, config.training.final_round(len(parts.recorder.history))
-        broadcasts = [replace(create(last, k, final), b=model_for(k, final)[1], down=None, report=False) for k in who]
+        model_for = server.broadcaster.model_for
+        broadcasts = [
+            replace(create(self.final_round, k, final), b=model_for(k, final)[1], down=None, report=False) for k in who
+        ]
         personal_scores = self.engine.measure(broadcasts, with_own) if who else {}
         scores, own = self._scores(personal_scores, ""), self._scores(personal_scores, "own_") if with_own else None
         hidden = self.engine.wire_context.site_noise is not None  # sites do not report their class counts

@@ -307,9 +307,9 @@ class StatisticsPolicy:
 
 
 def only_values(kind: SumKind, request: SumRequest, rows: ClientRows, masked: bool) -> dict[str, str]:
-    """Return the digest of each part of a request of which a site uses only one value, by its name.
+    """Return the digest of each part of a request for which a site accepts a single value, by its name.
 
-    Another list of classes would get new noise for the same counts. See also ``SumKind.once``.
+    These are the list of classes, because another one would get new noise for the same counts, and ``SumKind.once``.
 
     Args:
         kind: Kind of the request.

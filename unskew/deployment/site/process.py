@@ -236,7 +236,7 @@ class SiteProcess:
         schema = hashlib.sha256(schema.encode()).hexdigest()
         reply = self.policy.reply(digest, run, requests, rows, values, masked, schema)
         if masked:
-            for one, own in zip(requests, reply.sums, strict=True):  # the server cannot
+            for one, own in zip(requests, reply.sums, strict=True):  # the server sees no summands
                 if not (SUMS[one.kind].permission or SUMS[one.kind].scores_model):
                     SUMS[one.kind].check(one, own)
             return masked_reply(request, requests, reply.sums, reference, self.masks, ledger, clients)

@@ -247,7 +247,7 @@ class SiteState:
         write_atomic(self._path(round), encode_tensors({name: t.cpu() for name, t in state.tensors().items()}))
 
     def noisy(self, round: int, model: str) -> Tensors | None:
-        """Return what the site has sent with noise under masks in this round; None if it has sent nothing yet.
+        """Return what the site has sent with noise in this round for a masked sum; None if it has sent nothing yet.
 
         A repeated message must get the same noise: two sums with different noise would reveal more than one.
 

@@ -57,7 +57,7 @@ class StatisticsRecords(JsonModel):
     grids: dict[str, tuple[float, ...]] = Field(default_factory=dict)
     """Grid on which the values of a column were counted."""
     fixed: dict[str, Digest] = Field(default_factory=dict)
-    """Digest of the only value that the site uses, of lists of classes and of constants of requests."""
+    """Digest of the only value that the site accepts for a list of classes or a constant of requests, by its name."""
     data_schema: str = ""
     """Digest of the data schema with which inputs were prepared for sums and gradients."""
     data: tuple[Digest, ...] = ()
@@ -155,7 +155,7 @@ class StatisticsLedger:
             log.close()
 
     def forget(self) -> StatisticsRecords:
-        """Forget replies, hashes, grids and data schema, but not the privacy losses, and return what was forgotten.
+        """Forget everything but the privacy losses, and return what was forgotten.
 
         Raises:
             CheckpointError: If neither the record nor the log can be read.

@@ -21,6 +21,7 @@ from unskew.deployment.site.ledger import DataLedger
 from unskew.deployment.site.masking import SecAggClient
 from unskew.deployment.site.received import ReceivedData
 from unskew.deployment.site.state import SiteState
+from unskew.deployment.site.stored_update import update_from_tensors, update_to_tensors
 from unskew.deployment.wire.context import WireContext, shared_buffers
 from unskew.deployment.wire.digests import broadcast_digest, request_digest
 from unskew.deployment.wire.fields import read_integer, read_text
@@ -260,52 +261,31 @@ class SiteTrainer:
             state.keep_known(accepted, round, digest.known)
             return masks.begin(session, update, None, digest, ledger, self.min_sites)
         if self.private:
-            update, delta = self._private(request, state, received, digest.signed)
+            update, delta = self._private_update(request, state, received, digest.signed)
         else:
-            update, delta = self._update(request, state, received)
+            update, delta = self._new_update(request, state, received)
         state.check_start(round, digest)
         state.keep_known(accepted, round, digest.known)
         return masks.begin(session, update, delta, digest, ledger, self.min_sites)
 
-    def _update(self, request: Frame, state: SiteState, received: ReceivedData) -> tuple[Update, torch.Tensor | None]:
+    def _new_update(
+        self, request: Frame, state: SiteState, received: ReceivedData
+    ) -> tuple[Update, torch.Tensor | None]:
         """Return an update for a masked sum, and the slices of the model that it contains, if any."""
         update, broadcast = self.trained(request, state, received)
         self._check_weight(request, update)
         return update, gather_slices(update.delta, broadcast.up) if self.wire_context.sends_model else None
 
-    def _private(
+    def _private_update(
         self, request: Frame, state: SiteState, received: ReceivedData, digest: str
     ) -> tuple[Update, torch.Tensor | None]:
-        """Return what ``_update`` returns, with noise; for a repeated broadcast the same, from the disk."""
+        """Return what ``_new_update`` returns, with noise; for a repeated broadcast the same, from the disk."""
         round = read_integer(request.config, "round")
         tensors = state.noisy(round, digest)
         if tensors is None:
-            update, delta = self._update(request, state, received)
-            parts = {
-                "report": update.report,
-                "buffers": {"": update.buffers},
-                "delta": {} if delta is None else {"": delta},
-            }
-            parts["metrics"] = {name: torch.tensor(value).double() for name, value in update.metrics.items()}
-            about = {"num_samples": update.num_samples, "weight": update.weight, "usable": update.is_finite()}
-            parts["about"] = {name: torch.tensor(float(value)).double() for name, value in about.items()}
-            tensors = flatten_records("upload", update.upload) | flatten_records("own", parts)
+            tensors = update_to_tensors(*self._new_update(request, state, received))
             state.keep_noisy(round, digest, tensors)
-        own = unflatten_records("own", tensors)
-        about = {name: float(value) for name, value in own["about"].items()}
-        update = Update(
-            self.site.client,
-            round,
-            int(about["num_samples"]),
-            about["weight"],
-            torch.zeros(1) if about["usable"] else torch.full((1,), torch.nan),
-            own["buffers"][""],
-            unflatten_records("upload", tensors),
-            ClientState(),
-            {name: float(value) for name, value in own.get("metrics", {}).items()},
-            report=own.get("report", {}),
-        )
-        return update, own.get("delta", {}).get("")
+        return update_from_tensors(tensors, self.site.client, round)
 
     def _noisy(
         self, request: Frame, state: SiteState, received: ReceivedData, digest: str, ledger: DataLedger
