@@ -53,7 +53,12 @@ def test_class_means_leave_out_classes_with_one_sample():
     assert own["sums"].tolist() == [[3, 2], [8, 4], [0, 0], [0, 0]]
     assert own["scatter"].tolist() == [0.5, 2, 0, 0]
     # Of two rows, each one has a value of its own.
-    assert SUMS["class_means"].group_sizes(ROWS, REQUESTS["class_means"])["sums"].tolist() == [1, 1, 0, 1]
+    assert SUMS["class_means"].group_sizes(ROWS, REQUESTS["class_means"])["sums"].tolist() == [
+        [2, 1],
+        [2, 1],
+        [0, 0],
+        [1, 1],
+    ]
 
 
 def test_products_are_those_of_one_the_inputs_and_the_targets():

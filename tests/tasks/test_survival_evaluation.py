@@ -35,6 +35,32 @@ def predictions(y, hazards, censoring=()):
     return SurvivalPredictions.of(y, hazards, CUTS, HORIZONS, censoring)
 
 
+def test_rows_of_a_single_client_use_their_own_censoring_curve():
+    """The follow-up of this client ends at 40; the curve of all clients would be that of other hospitals."""
+    y, hazards = drawn()
+    y = np.stack([np.minimum(y[:, 0], 40), (y[:, 1] > 0) & (y[:, 0] <= 40)], 1)
+    task = Survival(cuts=CUTS, rates=(0.01, 0.01, 0.01), horizons=HORIZONS, censoring=(1.0,) * 257)
+    found = task.of_other_rows.metrics_of_outputs(y, np.exp(-hazards), MetricSet())
+    uncensored, share = 1.0, {0.0: 1.0}
+    for time in np.unique(y[:, 0]):
+        left, events = (y[:, 0] >= time).sum(), ((y[:, 0] == time) & (y[:, 1] > 0)).sum()
+        censored = ((y[:, 0] == time) & (y[:, 1] == 0)).sum()
+        uncensored *= 1 - censored / max(left - events, 1)
+        share[time] = uncensored
+    survives, total = survival_at(hazards, np.array(CUTS), np.array([30.0]))[:, 0], 0.0
+    for (time, event), p in zip(y, survives, strict=True):
+        if time > 30:
+            total += (1 - p) ** 2 / share[max(t for t in share if t <= 30)]
+        elif event:
+            total += p**2 / share[time]
+    assert found["brier/30"] == pytest.approx(total / len(y), rel=1e-12)
+    assert math.isnan(found["brier/60"])  # all rows are censored by then
+    assert math.isnan(found["risk_gap/60"])
+    assert found["brier/30"] != pytest.approx(
+        task.metrics_of_outputs(y, np.exp(-hazards), MetricSet())["brier/30"], rel=1e-3
+    )
+
+
 def test_metrics_are_the_functions_of_times_censored_at_the_last_cut_point():
     y, hazards = drawn()
     time, event = np.minimum(y[:, 0], 90), (y[:, 1] > 0) & (y[:, 0] <= 90)

@@ -129,9 +129,16 @@ def test_curves_are_those_of_scikit_survival():
     assert kaplan_meier(TIME, EVENT).at(np.array([0.0, 0.5])).tolist() == [1, 1]
 
 
-def test_curves_without_rows_are_one():
-    empty = kaplan_meier(np.zeros(0), np.zeros(0, bool))
-    assert empty.at(np.array([3.0])).tolist() == [1]
+def test_curves_end_with_the_follow_up():
+    """Of two rows, one is censored at 5; the curve of resamples with the other one only falls to 0 at 3."""
+    time, event, times = np.array([3.0, 5.0]), np.array([True, False]), np.array([0.0, 3.0, 5.0, 5.5])
+    np.testing.assert_array_equal(kaplan_meier(time, event).at(times), [1, 0.5, 0.5, np.nan])
+    of_resamples = kaplan_meier(time, event, np.array([[2, 0], [0, 2]])).at(times)
+    np.testing.assert_array_equal(of_resamples, [[1, 0, 0, 0], [1, 1, 1, np.nan]])
+    np.testing.assert_array_equal(kaplan_meier(time[:0], event[:0]).at(times[:2]), [1, np.nan])
+    survival, _ = curves_from_cells(np.array([[0, 1, 0, 0], [0, 0, 1, 0]]), np.arange(0, 9, 2.0))
+    np.testing.assert_array_equal(survival.at(np.array([2.0, 4, 6, 7])), [1, 0.5, 0.5, np.nan])
+    np.testing.assert_array_equal(risk_calibration(np.array([0.2, 0.2]), time, event, 6.0), [[0.2, np.nan, 2]])
 
 
 def test_curves_from_cells_are_exact_if_every_time_is_an_edge():

@@ -129,9 +129,9 @@ def print_diagnosis(console: Console, diagnosis: SitesDiagnosis) -> None:
     if report.sites.rows:
         console.print(sites_table(report.sites, SITES_SHOWN))
     elif survival := report.sites.pooled.get("survival"):
-        known = ", ".join(f"S({time}) {share:.1%}" for time, share in survival.items())
-        events = f"All sites: {report.sites.pooled['events']:,} events, {known}."
-        console.print(f"{events} {log_rank_text(report.sites.test)}", highlight=False)
+        known = [f"S({time}) {share:.1%}" for time, share in survival.items() if share is not None]
+        events = ", ".join((f"All sites: {report.sites.pooled['events']:,} events", *known))
+        console.print(f"{events}. {log_rank_text(report.sites.test)}", highlight=False)
     if diagnosis.classes:
         rows = [(name, HIDDEN if n is None else f"{n:,}") for name, n in diagnosis.classes.items()]
         console.print(table_of(("class", "samples"), rows, "Classes, all sites"))

@@ -49,7 +49,7 @@ def evaluate_rows(
         DataError: If labels are missing, or have a class that the model does not know, or intervals need groups of rows that
             are missing.
     """
-    y, task = encode_row_labels(rows, inputs, path), inputs.objective
+    y, task = encode_row_labels(rows, inputs, path), inputs.objective.of_other_rows
     groups = [(ALL, np.arange(len(y)))]  # pairs: a site may be called like the group of all rows
     if by is not None:
         if rows.table is None:

@@ -171,7 +171,7 @@ class Evaluator:
         loss = float(losses.sum() / scores.sum())
         metrics = self.task.measure(tally, loss)
         if stored is not None:
-            metrics |= self._of_all(stored, self.test[1], "the test set")
+            metrics |= self._of_all(self.task, stored, self.test[1], "the test set")
         return Score(metrics.pop(self.task.scored, mean_accuracy(right, scores)), loss, metrics)
 
     def test_scores(self, v: Tensor, b: Tensor) -> tuple[np.ndarray, np.ndarray]:
@@ -185,11 +185,13 @@ class Evaluator:
         self._samples(v, b, *self._test, stored_parts=logits)
         return truth_and_scores(self.task, logits, self.test[1])
 
-    def _of_all(self, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True) -> dict[str, float]:
+    def _of_all(
+        self, task: Task, logits: Sequence[Tensor], y: Tensor, where: str, defined: bool = True
+    ) -> dict[str, float]:
         """Compute the metrics of some samples from their logits."""
-        arrays = truth_and_scores(self.task, logits, y)
-        requested = self.task.requested_metrics(self.metrics, *arrays, where, defined) if self.metrics else {}
-        return self.task.measure_all(*arrays) | requested
+        arrays = truth_and_scores(task, logits, y)
+        requested = task.requested_metrics(self.metrics, *arrays, where, defined) if self.metrics else {}
+        return task.measure_all(*arrays) | requested
 
     def _primary(self, logits: Sequence[Tensor], y: Tensor) -> float:
         """Compute the primary metric of a task for which it depends on all samples together; NaN if it is undefined."""
@@ -198,12 +200,12 @@ class Evaluator:
 
     def _others(self, stored: Tensor, y: Tensor, loss: float, client: int) -> dict[str, float]:
         """Compute all metrics of one client except the primary metric and the loss."""
-        y = y.to(stored.device)
-        metrics = self.task.measure(self.task.tally(stored, y), loss)
+        y, task = y.to(stored.device), self.task.of_other_rows
+        metrics = task.measure(task.tally(stored, y), loss)
         where = f"held-out samples of {self.federation.client_label(client)}"
-        metrics |= self._of_all([stored], y, where, defined=False) if self.metrics or self.task.ranked else {}
-        metrics.pop(self.task.scored, None)
-        return metrics | self._intervals(self.task, self.metrics, stored, y)
+        metrics |= self._of_all(task, [stored], y, where, defined=False) if self.metrics or task.ranked else {}
+        metrics.pop(task.scored, None)
+        return metrics | self._intervals(task, self.metrics, stored, y)
 
     def _intervals(self, task: Task, metric_set: MetricSet, logits: Tensor, y: Tensor) -> dict[str, float]:
         """Compute the intervals of a client's primary metric and objective; NaN if undefined.
@@ -288,7 +290,7 @@ class Evaluator:
             pooled_metrics = self.task.measure(tally, float(summed.sum() / sums_of.sum().clamp_min(1)))
             if self.metrics or self.task.ranked:
                 y = torch.cat(targets).to(self.model.device)
-                pooled_metrics |= self._of_all(stored, y, "the held-out samples of the clients")
+                pooled_metrics |= self._of_all(self.task, stored, y, "the held-out samples of the clients")
             if not self.task.ranked:  # otherwise the primary metric of all samples is not a mean over clients
                 pooled_metrics.pop(scored, None)
         return ClientScores(accuracies, measured_on, losses, who, scored, others, pooled_metrics)
@@ -381,6 +383,7 @@ class Evaluator:
             each: Whether the samples are those of one client, for which R² is a mean over samples.
         """
         task, y = self.task.unweighted, y.to(self.model.device)
+        task = task.of_other_rows if each else task
         metric_set = replace(self.metrics, own={}, trained_with=())
         constant = task.constant(known.to(y.device), self.federation.classes)
         if constant is None:

@@ -24,6 +24,8 @@ Shapes = dict[str, tuple[torch.dtype, tuple[int, ...]]]
 Value = TypeVar("Value")
 LARGEST = 1e40
 """Largest magnitude of a sum over one client."""
+MOST_VALUES = 3
+"""Most distinct values of a column for which the number of rows with each follows from count, sum and sum of squares."""
 FREE = -1
 """In a shape: any length."""
 
@@ -255,11 +257,12 @@ class SumKind:
         return {}
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of rows in each group, ``[G]``, by the name of a tensor ``[G, ...]`` of sums over the groups.
+        """Return sizes of each group, ``[G]`` or ``[G, S]``, by the name of a tensor ``[G, ...]`` of sums over groups.
 
-        A site sends 0 for small groups. A tensor whose entries depend on all groups, such as an entropy, has the size of the
-        smallest group for each of its entries. Sums over a number with two distinct values count rows, so the rarer value
-        is a group as well.
+        A site sends 0 for a group if one of its sizes is small. Counts that sums are divided by have the sizes of the
+        sums, so that they are hidden together. A tensor whose entries depend on all groups, such as an entropy, has the
+        size of the smallest group for each of its entries. Sums of a number with few distinct values count rows, so the
+        rarest value is a group as well, see ``MOST_VALUES``.
 
         Args:
             rows: All training rows of the client.

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field
 from torch import Tensor
 
 from unskew.errors import DataError, abbreviate
-from unskew.sums.base import FREE, Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
+from unskew.sums.base import FREE, MOST_VALUES, Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.tasks.base import OUTSIDE
 
 LONGEST = 1000
@@ -65,7 +65,7 @@ def listing(request: SumRequest) -> str:
 
 
 def num_behind_sums(rows: ClientRows, request: SumRequest) -> Tensor:
-    """Return how many values each sum over a column or target describes; of two distinct values, the rarer one counts.
+    """Return how many values each sum over a column or target describes; of few distinct values, the rarest one counts.
 
     Args:
         rows: Rows of a client.
@@ -76,7 +76,7 @@ def num_behind_sums(rows: ClientRows, request: SumRequest) -> Tensor:
 
 
 def sizes_of_columns(values: np.ndarray) -> np.ndarray:
-    """Return the number of values of each column, or of the rarer value of a column with two, ``[f]``.
+    """Return the number of values of each column, or of the rarest value of a column with at most ``MOST_VALUES``, ``[f]``.
 
     Args:
         values: Columns, ``[n, f]``; NaN means missing.
@@ -84,7 +84,7 @@ def sizes_of_columns(values: np.ndarray) -> np.ndarray:
     sizes = np.zeros(values.shape[1], np.int64)
     for j, column in enumerate(values.T):
         counts = np.unique(column[~np.isnan(column)], return_counts=True)[1]
-        sizes[j] = counts.min() if len(counts) == 2 else counts.sum()
+        sizes[j] = counts.min() if 0 < len(counts) <= MOST_VALUES else counts.sum()
     return sizes
 
 
@@ -150,7 +150,7 @@ class Moments(SumKind):
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of values behind each sum."""
-        return {"sums": num_behind_sums(rows, request)}
+        return dict.fromkeys(("counts", "sums"), num_behind_sums(rows, request))
 
 
 class Squares(SumKind):

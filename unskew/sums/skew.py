@@ -17,7 +17,7 @@ from pydantic import Field
 from torch import Tensor
 
 from unskew.errors import DataError
-from unskew.sums.base import Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
+from unskew.sums.base import MOST_VALUES, Arguments, ClientRows, Shapes, SumKind, SumRequest, Sums
 from unskew.sums.columns import sizes_of_columns
 
 SIZES = ("clients", "rows", "rows2")
@@ -156,9 +156,9 @@ def class_rows(rows: ClientRows, request: SumRequest) -> list[tuple[int, Tensor]
 
 
 def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
-    """Return the number of samples of each class, ``[C]``.
+    """Return the number of samples of each class, and of those with the rarest value of a column, ``[C, 2]``.
 
-    If a column of a table has two distinct values within the class, the number of the rarer one: the mean tells it.
+    The means and the scatter tell it if a column of a table has few distinct values within the class.
 
     Args:
         rows: Rows of the client.
@@ -167,10 +167,10 @@ def group_counts(rows: ClientRows, request: SumRequest) -> Tensor:
     per_class, x, y = class_rows(rows, request), rows.x, rows.y
     assert x is not None
     assert y is not None
-    counts = torch.bincount(y.cpu().long(), minlength=int(request.args["classes"]))
+    counts = torch.bincount(y.cpu().long(), minlength=int(request.args["classes"]))[:, None].repeat(1, 2)
     for c, inputs in per_class:
         if x.dim() == 2:
-            counts[c] = int(sizes_of_columns(inputs.cpu().numpy()).min())
+            counts[c, 1] = int(sizes_of_columns(inputs.cpu().numpy()).min())
     return counts
 
 
@@ -217,7 +217,7 @@ class ClassMeans(SumKind):
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return the number of samples of each class."""
-        return dict.fromkeys(("clients", "sums", "scatter"), group_counts(rows, request))
+        return dict.fromkeys(self.shapes(request), group_counts(rows, request))
 
     def describe(self, request: SumRequest) -> str:
         """Describe what is sent."""
@@ -336,7 +336,7 @@ def num_inputs(request: SumRequest) -> int:
 def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
     """Return the size of the smallest group that products of rows could reveal: of a code, a class, or both.
 
-    A number with at most two distinct values is like a code.
+    A number with at most ``MOST_VALUES`` distinct values is like a code.
 
     It is 1 with at most as many rows as inputs, because products could then reveal single rows.
 
@@ -349,7 +349,9 @@ def linear_sizes(values: np.ndarray, request: SumRequest) -> int:
         return 1
     coded = [j for start, end in pairwise(ends) for j in range(start, end) if end - start > 1]
     found = {j: np.unique(column) for j, column in enumerate(values.T) if j and j not in coded}
-    pairs = [values[:, j] == value for j, distinct in found.items() if len(distinct) <= 2 for value in distinct]
+    pairs = [
+        values[:, j] == value for j, distinct in found.items() if len(distinct) <= MOST_VALUES for value in distinct
+    ]
     flags = np.column_stack([values[:, coded], *pairs]).astype(np.float64)
     counts = torch.from_numpy(flags.T @ flags)
     return min(len(values), smallest(counts) or len(values))

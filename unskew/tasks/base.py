@@ -139,6 +139,11 @@ class Task(TaskTargets, TaskConstants):
         """Task without class weights, used for evaluation."""
         return self
 
+    @property
+    def of_other_rows(self) -> Task:
+        """Task for the metrics of rows that are no sample of all clients, such as those of one client or of a new file."""
+        return self
+
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch, a scalar.
 

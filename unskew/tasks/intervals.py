@@ -2,7 +2,8 @@
 
 They describe the sampling error of the samples on which a single model is evaluated, not the spread over seeds. Wilson
 1927 (JASA 22); DeLong, DeLong, Clarke-Pearson 1988 (Biometrics 44), on the logit scale; percentiles of Efron's
-bootstrap; Student 1908 (Biometrika 6). An interval is None if it is not defined.
+bootstrap; Student 1908 (Biometrika 6). An interval is None if it is not defined. The ECE has none: each resample adds
+sampling error to the absolute values that it sums, so its percentiles would lie above the ECE of a calibrated model.
 """
 
 from __future__ import annotations
@@ -17,15 +18,7 @@ from torch import Tensor
 
 from unskew.seeding import numpy_generator
 from unskew.tasks.base import Task
-from unskew.tasks.metrics import (
-    BINS,
-    SMALLEST,
-    ClassPredictions,
-    MetricSet,
-    Statistic,
-    calibration_gaps,
-    squared_errors,
-)
+from unskew.tasks.metrics import SMALLEST, ClassPredictions, MetricSet, Statistic, squared_errors
 from unskew.tasks.primary_metric import RECALL, MetricInfo
 
 Interval = tuple[float, float] | None
@@ -290,10 +283,6 @@ def class_statistic(name: str, predictions: ClassPredictions, class_names: Seque
         return mean_statistic(
             -np.log(np.maximum(likelihood, SMALLEST)) if name == "loss" else squared_errors(predictions)
         )
-    if name == "ece":
-        bins, gaps = calibration_gaps(predictions)
-        binned = np.equal.outer(bins, np.arange(BINS)) * gaps[:, None]
-        return lambda counts: np.abs(counts @ binned).sum(1) / counts.sum(1)
     if name == "observed_expected" and predictions.positive is not None:
         positive, chance = predictions.positive
         return lambda counts: counts @ positive / (counts @ chance)

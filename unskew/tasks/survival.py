@@ -158,6 +158,11 @@ class Survival(SurvivalBins):
         """
         return self._predictions(y, scores).metrics([self.scored])
 
+    @property
+    def of_other_rows(self) -> Survival:
+        """Task whose metrics use the censoring curve of the evaluated rows, because follow-up differs between clients."""
+        return replace(self, censoring=())
+
     def metric_names(self, metrics: MetricSet) -> tuple[str, ...]:
         """Return the names of the values of the requested metrics; those at horizons end in the time."""
         return (*metric_names(metrics.known, self.horizons), *metrics.own)

@@ -74,15 +74,21 @@ def event_value(name: str, values: Collection[str]) -> str | None:
         name: Name of the column.
         values: Its two values, from ``value_text``.
 
-    >>> event_value("status", ["1", "2"]), event_value("censored", ["0", "1"]), event_value("vital", ["Alive", "Dead"])
-    ('2', '0', 'Dead')
+    >>> event_value("status", ["1", "2"]), event_value("vital", ["Alive", "Dead"]), event_value("pfs", ["free", "failed"])
+    ('2', 'Dead', 'failed')
+    >>> event_value("censored", ["0", "1"]), event_value("censored", ["no", "yes"]), event_value("censored", ["1", "2"])
+    ('0', 'no', None)
     """
     known = sorted(values)
-    if known == ["1", "2"]:
+    absent = r".*free"
+    if "censor" in name.lower():
+        absent = r"1|y|yes|censor\w*" if known != ["1", "2"] else "(?!)"
+    elif known == ["1", "2"]:
         return "2"
-    if known == ["0", "1"]:
-        return "0" if "censor" in name.lower() else None
+    others = [value for value in known if not re.fullmatch(absent, value, re.I)]
+    if len(others) == 1 < len(known):
+        return others[0]
     died = [
         value for value in known if re.match(r"dead|deceased|died|death|yes|event|relapse|recur|progress", value, re.I)
     ]
-    return died[0] if len(died) == 1 else None
+    return died[0] if len(died) == 1 and others == known else None

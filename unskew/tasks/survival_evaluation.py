@@ -45,7 +45,7 @@ class SurvivalPredictions:
         hazards: Predicted cumulative hazards at the cut points, ``[n, J]``.
         cuts: Cut points, ``[J]``.
         horizons: Times at which risks are judged, ``[H]``.
-        censoring: Curve of being uncensored, over the training rows of all clients.
+        censoring: Curve of being uncensored, over the training rows of all clients or over these rows.
     """
 
     time: np.ndarray
@@ -70,14 +70,14 @@ class SurvivalPredictions:
             hazards: Predicted cumulative hazards at the cut points, ``[n, J]``.
             cuts: Cut points, ``[J]``.
             horizons: Times at which risks are judged.
-            censoring: Share of uncensored rows at equally spaced times from 0 to the last cut point; if empty, that of these
-                rows is used.
+            censoring: Share of uncensored rows at equally spaced times from 0 to the last cut point; if empty, the curve of
+                these rows is used.
         """
         time, event = censored_at(y, cuts[-1]).T
         time = np.where((event == 0) & (time == cuts[-1]), math.inf, time)
-        edges = grid_edges(cuts[-1])
-        shares = np.array(censoring) if len(censoring) else censoring_curve(time, event > 0).at(edges)
-        curve = Curve(edges[1:], shares[1:], step=False)
+        curve = censoring_curve(time, event > 0)
+        if len(censoring):
+            curve = Curve(grid_edges(cuts[-1])[1:], np.array(censoring)[1:], step=False)
         return SurvivalPredictions(time, event > 0, hazards, np.array(cuts), tuple(horizons), curve)
 
     @property
@@ -145,15 +145,21 @@ class SurvivalPredictions:
         """
         x = np.linspace(0, self.cuts[-1], POINTS)
         observed, predicted = kaplan_meier(self.time, self.event).at(x), survival_at(self.hazards, self.cuts, x).mean(0)
+        known = np.isfinite(observed)  # up to the end of the follow-up
+        x, observed, predicted = x[known], observed[known], predicted[known]
         curves = {key: values.round(4).tolist() for key, values in (("y", observed), ("predicted", predicted))}
         about = {"name": name, "rows": len(self.time), "events": int(self.event.sum())}
         return {**about, "x": [float(f"{t:.6g}") for t in x], **curves}
 
     def calibration(self) -> dict[str, dict[str, list[float]]]:
-        """Return mean predictions and Kaplan-Meier risks in cells of risk, by horizon, for ``curves.json``."""
+        """Return mean predictions and Kaplan-Meier risks in cells of risk, by horizon, for ``curves.json``.
+
+        Cells whose follow-up ends before a horizon are left out.
+        """
         cells = {}
         for name, horizon in zip(time_names(self.horizons), self.horizons, strict=True):
-            x, y, rows = risk_calibration(self.risk_at(horizon), self.time, self.event, horizon).T
+            found = risk_calibration(self.risk_at(horizon), self.time, self.event, horizon)
+            x, y, rows = found[np.isfinite(found[:, 1])].T
             cells[name] = {"x": x.round(4).tolist(), "y": y.round(4).tolist(), "rows": rows.tolist()}
         return cells
 
@@ -223,10 +229,11 @@ def survival_row(events: int, survival: np.ndarray, horizons: Sequence[float]) -
 
     Args:
         events: Number of events.
-        survival: Survival at the horizons, ``[H]``.
+        survival: Survival at the horizons, ``[H]``; NaN after the follow-up, for which None is returned.
         horizons: Horizons, ``[H]``.
     """
-    return {"events": events, "survival": dict(zip(time_names(horizons), survival.tolist(), strict=True))}
+    known = [None if math.isnan(value) else value for value in survival.tolist()]
+    return {"events": events, "survival": dict(zip(time_names(horizons), known, strict=True))}
 
 
 def log_rank_fields(test: LogRank, conservative: bool = False) -> dict[str, Any]:

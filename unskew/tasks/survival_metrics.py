@@ -8,6 +8,7 @@ resamples or in cells of a table, and the leading dimensions are those of the re
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,23 +32,28 @@ class Curve:
         times: Increasing times, ``[m]``.
         values: Values from these times on, ``[..., m]``.
         step: Whether the curve is constant between the times; otherwise it is linear.
+        end: Time until which the curve is known, ``[...]``, unless it is 0 there.
     """
 
     times: np.ndarray
     values: np.ndarray
     step: bool = True
+    end: np.ndarray | float = math.inf
 
     def at(self, times: np.ndarray) -> np.ndarray:
-        """Return the values at some times, ``[..., len(times)]``; after the last time, the last value."""
-        if not self.step:
-            return np.asarray(np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values)))
-        ones = np.ones((*self.values.shape[:-1], 1))
-        steps = np.concatenate([ones, self.values], -1)
-        return np.asarray(steps[..., np.searchsorted(self.times, times, "right")])
+        """Return the values at some times, ``[..., len(times)]``; after the last time, the last value; after the end, NaN."""
+        if self.step:
+            ones = np.ones((*self.values.shape[:-1], 1))
+            steps = np.concatenate([ones, self.values], -1)
+            found = steps[..., np.searchsorted(self.times, times, "right")]
+        else:
+            found = np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values))
+        unknown = (times > np.asarray(self.end)[..., None]) & (found > 0)
+        return np.where(unknown, np.nan, found)
 
 
 def kaplan_meier(time: np.ndarray, event: np.ndarray, counts: np.ndarray | None = None) -> Curve:
-    """Compute the Kaplan-Meier curve of survival.
+    """Compute the Kaplan-Meier curve of survival, which is unknown after the last time if some rows survive it.
 
     Args:
         time: Times, ``[n]``.
@@ -55,7 +61,8 @@ def kaplan_meier(time: np.ndarray, event: np.ndarray, counts: np.ndarray | None 
         counts: Occurrences of each row, ``[..., n]``; 1 by default.
     """
     times, at_risk, events, _ = _life_table(time, event, counts)
-    return Curve(times, np.cumprod(1 - events / np.maximum(at_risk, 1), -1))
+    end = np.where(at_risk > 0, times, 0.0).max(-1, initial=0.0)
+    return Curve(times, np.cumprod(1 - events / np.maximum(at_risk, 1), -1), end=end)
 
 
 def censoring_curve(time: np.ndarray, event: np.ndarray) -> Curve:
@@ -89,7 +96,8 @@ def curves_from_cells(table: np.ndarray, edges: np.ndarray) -> tuple[Curve, Curv
     """Compute the curves of survival and of being uncensored from numbers of rows in cells of time.
 
     Within a cell, rows are censored after half of its length on average (actuarial estimate), and events occur likewise.
-    Rows that are censored in the last cell reach its end, at which longer times are censored.
+    Rows that are censored in the last cell reach its end, at which longer times are censored. The curve of survival is
+    unknown after the last cell with rows at risk.
 
     Args:
         table: Events and censorings in each cell ``(edge, next edge]``, ``[2, m]``.
@@ -100,7 +108,8 @@ def curves_from_cells(table: np.ndarray, edges: np.ndarray) -> tuple[Curve, Curv
     censored[-1] = 0
     survival = np.cumprod(1 - events / np.maximum(at_risk - censored / 2, 1))
     uncensored = np.cumprod(np.maximum(1 - censored / np.maximum(at_risk - events / 2, 1), 0))
-    return Curve(edges[1:], survival, step=False), Curve(edges[1:], uncensored, step=False)
+    end = np.where(at_risk > 0, edges[1:], 0.0).max()
+    return Curve(edges[1:], survival, False, end), Curve(edges[1:], uncensored, step=False)
 
 
 def at_risk_in_cells(table: np.ndarray) -> np.ndarray:
@@ -267,7 +276,8 @@ def risk_calibration(
 ) -> np.ndarray:
     """Compare predicted risks with Kaplan-Meier risks in cells of equally many rows, ordered by risk.
 
-    Rows with equal risks are in the same cell, so there may be fewer cells.
+    Rows with equal risks are in the same cell, so there may be fewer cells. The Kaplan-Meier risk of a cell whose follow-up
+    ends before the horizon is NaN.
 
     Args:
         risk: Predicted risk of an event up to the horizon, ``[n]``.

@@ -1,7 +1,6 @@
 """Diagnosis of sites next to ``unskew.diagnose``, with and without masks; permissions; what is stored; the command."""
 
 import json
-import re
 import stat
 
 import pytest
@@ -150,12 +149,34 @@ def test_small_counts_under_masks_are_not_shown(tmp_path):
     assert [*found.classes.values()] == [None if 0 < n < 10 else n for n in counts.tolist()]
 
 
+def test_sums_that_a_site_hides_are_left_out_with_their_number_of_rows(tmp_path):
+    """At the third clinic, the few who do not smoke are a small group, so it sends neither their sums nor how many rows."""
+    draws, rows = torch.Generator().manual_seed(0), ["clinic,sex,age,smoker,ill"]
+    for clinic, smokers in enumerate((50, 50, 96)):
+        ages = (60 + 10 * torch.randn(100, generator=draws)).tolist()
+        rows += [
+            f"{clinic},{'fm'[i % 4 < 2]},{age:.1f},{int(i < smokers)},{'yes' if i % 2 else 'no'}"
+            for i, age in enumerate(ages)
+        ]
+    (tmp_path / "patients.csv").write_text("\n".join(rows))
+    values = {
+        **SITES, "data": f"table:{tmp_path / 'patients.csv'}", "label": "ill", "partition": "natural:clinic",
+        "max_train_samples": None, "model": "logistic", "categories": {"sex": ["f", "m"]},
+    }  # fmt: skip
+    found, _ = diagnosed(tmp_path, values, ["moments", "features"], {"allow": [*PERMISSIONS], "min_count": 10})
+    sizes = unskew.load_federation(values["data"], label="ill", partition=values["partition"], holdout=0.0).sizes
+    smokers = next(row for row in found.columns if row["column"] == "smoker")
+    assert smokers["values"] == sizes[:2].sum()
+    assert smokers["mean"] == pytest.approx(0.5, abs=0.1)
+    assert found.report.labels["feature_skew"] == pytest.approx(0.0, abs=0.05)
+    assert "means (1), feature skew (1)" in found.notes[0]
+
+
 def test_small_counts_that_sites_hide_are_noted(tmp_path):
     values = table(tmp_path)
     found, _ = diagnosed(tmp_path, values, (), {"allow": [*PERMISSIONS], "min_count": 14})
-    assert re.fullmatch(
-        r"Sites hide \d+ counts of quartiles and \d+ counts of missing values, because .*", found.notes[0]
-    )
+    hidden = "quartiles (3), missing values (3), feature skew (3), differences of labels (3), gradients (1)"
+    assert found.notes[0].startswith(f"Sites hide some counts or sums (number of sites): {hidden}. Few rows ")
     assert found.notes[1].startswith("The class counts add up to ")
     assert found.report.labels["label_between"] is not None  # from the counts, if products of rows are hidden
     assert found.report.labels["label_unexplained"] is None

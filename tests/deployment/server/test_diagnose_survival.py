@@ -42,7 +42,7 @@ def test_small_cells_are_hidden_with_a_note(tmp_path):
     found = diagnosed(tmp_path, survival_experiment(tmp_path / "patients.csv"), min_count=10)
     assert found.report.sites.rows[0]["survival"] is None
     assert found.report.sites.test is None
-    assert any("counts of survival times" in note for note in found.notes)
+    assert any("survival times (3)" in note for note in found.notes)
 
 
 def test_a_site_that_does_not_allow_survival_ends_the_diagnosis(tmp_path):

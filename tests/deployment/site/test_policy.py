@@ -690,6 +690,15 @@ def test_each_of_two_values_is_a_group(kind, ones, sent, monkeypatch, tmp_path):
     assert number(ask(site(tmp_path / "off", ["moments", "features"]), request, carriers)) == ones
 
 
+@pytest.mark.parametrize("kind", TWO_VALUES)
+@pytest.mark.parametrize(("threes", "sent"), [(2, 0), (20, 100)])
+def test_each_of_three_values_is_a_group(kind, threes, sent, tmp_path):
+    """The number of rows, the sum and the sum of squares are three equations for the numbers of rows with 0, 1 and 3."""
+    grades = Patients([0.0] * 40 + [1.0] * 40 + [3.0] * threes, [*[0, 1] * ((80 + threes) // 2)])
+    args, constants, number = TWO_VALUES[kind]
+    assert number(ask(site(tmp_path, ["moments", "features"]), SumRequest(kind, args, constants), grades)) == sent
+
+
 def test_products_of_a_rare_value_and_a_class_are_not_sent(tmp_path):
     """20 patients have the disease, but only 2 of the second class."""
     carriers = Patients([1.0] * 20 + [0.0] * 80, [*[0] * 18, *[1] * 42, *[0] * 40])

@@ -53,9 +53,10 @@ def set_survival_labels(inferred: InferredConfig, table: Any, time: str, event: 
     meant = event_value(event, {*values})
     share = sum(value == (meant or "1") for value in values) / max(1, len(values))
     how = ", chosen by their names; --label sets others" if guessed else ""
-    inferred.seen.append(
-        f"survival: {time} is the time, and {event}={meant or 'true or 1'} means the event ({share:.0%} of the rows){how}"
-    )
+    means = f"{event}={meant or 'true or 1'} means the event ({share:.0%} of the rows)"
+    if meant is None and not {*values} <= {"0", "1"}:
+        means = f"{event} tells the event, but not which value means it; set survival.event"
+    inferred.seen.append(f"survival: {time} is the time, and {means}{how}")
     inferred.set("task", "survival", "predict the time until an event, with censored rows")
     inferred.set("label", f"{quote(time)},{quote(event)}", "time, then event")
     options: dict[str, Any] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -42,6 +42,16 @@ from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
 from unskew.tasks.registry import TASKS
 
+SHOWN = {
+    "histogram": "quartiles",
+    "missing": "missing values",
+    "column_moments": "means",
+    "class_means": "feature skew",
+    "label_products": "differences of labels",
+    "gradient": "gradients",
+    "survival_table": "survival times",
+}
+"""What the sums of each kind are shown as, except class counts."""
 LEAST_COUNT = 10
 """With masks, sites send exact counts, so that those of all sites below this number are not shown."""
 LARGEST = 10_000
@@ -81,13 +91,13 @@ class RecordedExchange:
 
     Attributes:
         exchange: Exchange over the sites.
-        hidden: Number of counts and groups that sites have not sent because they are small, by kind.
+        hidden: Clients that have not sent some counts or sums because few rows are behind them, by kind.
         record: For each exchange: requests, sums, and the summands of each client, by its number.
     """
 
     exchange: SiteExchange
     record: list[tuple[Sequence[SumRequest], list[Sums], Mapping[int, list[Sums]]]] = field(default_factory=list)
-    hidden: Counter[str] = field(default_factory=Counter)
+    hidden: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
 
     def __post_init__(self) -> None:
         self.traffic = self.exchange.traffic
@@ -111,9 +121,10 @@ class RecordedExchange:
         sums = self.exchange(requests)
         self.traffic = self.exchange.traffic
         self.record.append((requests, sums, dict(self.exchange.replies)))
-        for of_requests in self.exchange.hidden.values():
+        for client, of_requests in self.exchange.hidden.items():
             for request, positions in zip(requests, of_requests, strict=True):
-                self.hidden[request.kind] += sum(map(len, positions.values()))
+                if positions:
+                    self.hidden[request.kind].add(client)
         return sums
 
     def _scalars(self, request: SumRequest) -> Sums:
@@ -380,11 +391,10 @@ def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
         run: Data that the sites have agreed on.
     """
     notes = []
-    names = {"histogram": "quartiles", "missing": "missing values", "survival_table": "survival times"}
-    if few := [f"{exchange.hidden[kind]} counts of {name}" for kind, name in names.items() if exchange.hidden[kind]]:
+    if few := [f"{name} ({len(exchange.hidden[kind])})" for kind, name in SHOWN.items() if exchange.hidden[kind]]:
         notes.append(
-            f"Sites hide {' and '.join(few)}, because few rows are behind them (min_count in site.yaml); what is shown "
-            "describes the other rows only."
+            f"Sites hide some counts or sums (number of sites): {', '.join(few)}. Few rows are behind them (min_count in "
+            "site.yaml); what is shown describes the other rows only."
         )
     counts = exchange.of_clients("class_counts")
     rows = sum(exchange.exchange.num_samples[k] for k in counts)

@@ -294,12 +294,16 @@ class StatisticsPolicy:
         least, noisy, positions = self.rules.min_count, self.rules.epsilon is not None, {}
         total = int(stored["rows"]) if kind.disjoint(rows) else None
         for name, tensor in own.items():
-            sizes = tensor if name in kind.cells(request) else stored.get(f"groups/{name}")
-            if sizes is None:
+            groups, small = stored.get(f"groups/{name}"), None
+            if groups is not None:
+                # Every row is in a group, but the size of a group may be that of a part of it.
+                columns = groups.reshape(len(groups), -1).unbind(1)
+                each = [small_cells(sizes, least, total and int(sizes.sum())) for sizes in columns]
+                small = torch.stack(each).any(0)
+            elif name in kind.cells(request):
+                small = tensor < least if noisy else small_cells(tensor, least, total)
+            if small is None:
                 continue
-            # Every row is in a group, but the size of a group may be that of a part of it.
-            rest = total if total is None or name in kind.cells(request) else int(sizes.sum())
-            small = sizes < least if noisy else small_cells(sizes, least, rest)
             own[name] = tensor.masked_fill(small.reshape(*small.shape, *[1] * (tensor.dim() - small.dim())), 0)
             if small.any():
                 positions[name] = torch.nonzero(small.flatten())[:, 0].tolist()
