@@ -85,14 +85,14 @@ REJECTED = [
     (DP, LATE, "network.delay"),
     (AT_SITES, LATE, "network.delay"),
     (AT_SITES, ATTACK, "clients send noisy integers"),
-    (f"fedbuff+{AT_SITES}", {}, "reads single updates"),
+    (f"fedbuff+{AT_SITES}", {}, "reads the change of normalization buffers in each update"),
     (f"{AT_SITES}+{MEDIAN}", {}, "both fill the slot 'aggregate'"),
     (f"{AT_SITES}+{RANDK}", {}, "longer than the one that dp has clipped"),
-    (f"fedbuff+{DP}", {}, "reads single updates"),
+    (f"fedbuff+{DP}", {}, "reads the change of normalization buffers in each update"),
     (f"{DP}+{MEDIAN}", {}, "both fill the slot 'aggregate'"),
     (f"{DP}+{TOPK}", {}, "longer than the one that dp has clipped"),
     (f"{TOPK}+qsgd", {}, "both compress what a client sends"),
-    (f"fedbuff+{MEDIAN}", {}, "reads the update of each client"),
+    (f"fedbuff+{MEDIAN}", {}, "reads the change of normalization buffers in each update"),
 ]
 
 

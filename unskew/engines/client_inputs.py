@@ -309,7 +309,8 @@ def pack_update(
     rules = {r.name: s for r, (s, _) in zip(setup.rules, written, strict=True) if s}
     upload = {r.name: u for r, (_, u) in zip(setup.rules, written, strict=True) if u}
     sent = EncodedUpload(delta, upload, {}, {}, None)
-    if any(rule.encodes for rule in setup.rules):
+    codecs = [rule for rule in setup.rules if rule.encodes and not (broadcast.closing and rule.stage == "compress")]
+    if codecs:
         ctx = UploadContext(
             broadcast.round,
             broadcast.client,
@@ -319,7 +320,7 @@ def pack_update(
             setup.plan,
             secret=setup.secret,
         )
-        sent = encode_upload(setup.rules, delta, upload, rules, broadcast.download, ctx)
+        sent = encode_upload(codecs, delta, upload, rules, broadcast.download, ctx)
         rules |= {name: state for name, state in sent.state.items() if state}
     parted = broadcast.up is not None
     state = ClientState(

@@ -15,6 +15,7 @@ from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
 from unskew.privacy.accounting import LARGEST_NOISE, check_delta, default_delta
 from unskew.protocol.payload import UPDATE
+from unskew.protocol.requirements import single_reads
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.rules import (
     AggregateRule,
@@ -121,8 +122,8 @@ class ClippedSum(ClientRule, AggregateRule):
             method: The composition.
         """
         for rule in method.rules:
-            if rule is not self and {"individual", "sent_statistics", "last_update"} & set(rule.needs):
-                return f"{rule.name} reads single updates, but dp protects only their sum. Remove one of them."
+            if rule is not self and (reads := single_reads(rule)):
+                return f"{rule.name} {reads}, but dp protects only the sum of updates. Remove one of them."
         for client_rule in method.client:
             if client_rule.uploads and not client_rule.private:
                 return (

@@ -120,7 +120,7 @@ class Dense(ServerRule):
 
     def step(self, state: Tensors, updates: Updates) -> Tensors:
         """Average the updates; from ``start_round`` on, also distill the ensemble."""
-        v, b = updates.v_global + updates.aggregate.delta, updates.aggregate.buffers
+        v, b = state["v"] + updates.aggregate.delta, updates.aggregate.buffers
         if updates.round < self.start_round:
             return {"v": v}
         models = [(updates.v_global + update.delta, update.buffers) for update in updates]

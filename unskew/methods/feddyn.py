@@ -55,6 +55,7 @@ class FedDyn(ClientRule, ServerRule):
     paper: ClassVar[str] = "Acar et al. 2021, arXiv:2111.04263"
     needs = ("model_changes",)
     shifts_gradient: ClassVar[bool] = True
+    sums_over_rounds: ClassVar[bool] = True
     # The paper's grid is 0.001, 0.01, 0.1.
     spaces: ClassVar[Mapping[str, Space]] = {"alpha": log_range(1e-3, 0.1)}
     weights: ClassVar[Weights | None] = "uniform"

@@ -45,6 +45,7 @@ class FedPVR(ClientRule):
     summary: ClassVar[str] = "SCAFFOLD on the classifier only"
     paper: ClassVar[str] = "Li et al. 2022, arXiv:2212.02191"
     shifts_gradient: ClassVar[bool] = True
+    sums_over_rounds: ClassVar[bool] = True
     uploads: ClassVar[bool] = True
     private: ClassVar[Mapping[str, Callable[[Training], float]]] = {"change": lambda training: training.step_length}
     weights: ClassVar[Weights | None] = "uniform"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from unskew.errors import ConfigError
 from unskew.models.spec import ModelSpec
+from unskew.protocol.requirements import single_reads
 from unskew.protocol.rules import AggregateRule, ClientRule, Method, ServerRule, SyncRule
 from unskew.protocol.run_context import PreRunContext
 
@@ -99,11 +100,8 @@ class FactorProducts(ClientRule, SyncRule, AggregateRule):
                 )
             if rule.has_personal_model:
                 return f"{rule.name} keeps a client's own model, but {self.conflict}. Remove one of them."
-        if method.server is not None and {"individual", "sent_statistics"} & set(method.server.needs):
-            return (
-                f"{method.server.name} reads the update of each client, but {self.name} combines them first. Remove one of "
-                "them."
-            )
+        if method.server is not None and (reads := single_reads(method.server)):
+            return f"{method.server.name} {reads}, but {self.name} combines updates first. Remove one of them."
         return None
 
     def check(self, run: PreRunContext) -> Sequence[str]:

@@ -74,6 +74,7 @@ class Scaffold(ClientRule):
     summary: ClassVar[str] = "control variates correct client drift"
     paper: ClassVar[str] = "Karimireddy et al. 2019, arXiv:1910.06378"
     shifts_gradient: ClassVar[bool] = True
+    sums_over_rounds: ClassVar[bool] = True
     uploads: ClassVar[bool] = True
     private: ClassVar[Mapping[str, Callable[[Training], float]]] = {"change": lambda training: training.step_length}
     # The paper's theory requires at least 1; its experiments use 1.

@@ -86,6 +86,10 @@ class ClientRule(WithServerHalf):
     """False if ``transform_update`` returns something else than a client's model minus the received one, such as a momentum;
     the rule then conflicts with rules that compute models from updates or compare updates with models."""
 
+    sums_over_rounds: ClassVar[bool] = False
+    """True if the server adds up what a client sends in all rounds, and the client keeps the exact sum: errors of codes then
+    accumulate, unless the client sends them later."""
+
     preserves_norms: ClassVar[bool] = False
     """True for a rule that encodes updates if decoding returns them up to rounding, so that their norms hardly change."""
 

@@ -259,7 +259,7 @@ def encode_upload(
     """Encode what a client sends, and decode it as the server does.
 
     Args:
-        rules: Client rules of the method.
+        rules: Client rules of the method, or those that encode this upload.
         delta: Local update, ``[d]``.
         upload: Uploads by rule and name.
         state: State of the rules at the client, by rule.

@@ -28,6 +28,14 @@ NEEDS = {
 """What a rule may need: the names of ``PROVIDED`` of the task, the others of the simulation."""
 
 
+def single_reads(rule: Any) -> str:
+    """Return what a rule reads of single updates, as a clause with a verb; empty if sums of updates suffice."""
+    needs = {*rule.needs}
+    if needs & {"individual", "last_update"}:
+        return "reads single updates"
+    return "reads the change of normalization buffers in each update" if "sent_statistics" in needs else ""
+
+
 def why_tasks(rule: Any) -> str:
     """Return the reason why a rule does not support all tasks, as a clause that follows "because"."""
     return rule.tasks_reason or f"it needs {next((NEEDS[what] for what in rule.needs if what in PROVIDED), '')}"

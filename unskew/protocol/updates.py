@@ -200,6 +200,7 @@ class Combined(NamedTuple):
         weight: Number of updates, or sum of their weights, that other rules are given; None for the real one.
         changed: Mask of the entries of the model that the combined update changes, boolean ``[d]``; None for those that
             some client sent. It is ignored if clients send the whole model.
+        step: False if the server rule makes no step, so that the round changes nothing.
     """
 
     delta: Tensor
@@ -207,6 +208,7 @@ class Combined(NamedTuple):
     upload: dict[str, Tensors] | None = None
     weight: float | None = None
     changed: Tensor | None = None
+    step: bool = True
 
 
 class CombinedUpdate(Aggregate):
@@ -220,7 +222,7 @@ class CombinedUpdate(Aggregate):
     def __init__(self, sums: Aggregate, combined: Combined):
         super().__init__(sums.single)
         self.restore(sums.tensors(), sums.count, sums.weight, sums.num_samples)
-        self._combined = combined.delta
+        self._combined, self.step = combined.delta, combined.step
         self._combined_buffers = combined.buffers
         if combined.upload is not None:
             self.upload = combined.upload

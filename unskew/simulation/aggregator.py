@@ -199,6 +199,8 @@ class Aggregator:
         if combined:
             rules = self._combine(round, intake)
         for gathered in intake.for_rule():
+            if isinstance(gathered.aggregate, CombinedUpdate) and not gathered.aggregate.step:
+                continue
             with self.meter():
                 new_state = rule.step(server_rule, self.updates(round, gathered, b if rule_b is None else rule_b))
             check_state(f"{rule.name}.step", new_state, current.v, current.b)

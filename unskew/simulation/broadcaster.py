@@ -132,7 +132,7 @@ class Broadcaster:
         weights = zip(cohort, self.setup.federation_info.cohort_weights(cohort), strict=True)
         self.traffic.count_models(round, [(client, self.slices(round, client)[0]) for client in cohort])
         blank = {"closing": True, "keeps_optimizer": False, "download": {}}
-        return [self._message(round, k, model, None, (), weight, **blank) for k, weight in weights]
+        return [self._message(round, k, model, None, None, weight, **blank) for k, weight in weights]
 
     def loss_questions(self, round: int, candidates: Sequence[int]) -> list[Broadcast]:
         """Create messages that ask clients for the mean loss of the model of a round, and count their bytes.

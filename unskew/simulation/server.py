@@ -105,10 +105,8 @@ class Server:
         collected = empty_updates(method, self.setup.rule)
         skipped: list[int] = []
         for reply in replies:
-            encoded = reply.sent_bytes if isinstance(reply, Update) else None
-            size = extra_bytes(reply.upload, (), reply.delta) if encoded is None else encoded
             for client in reply.clients:
-                self.traffic.total.count(client, "up", size, 0)
+                self.traffic.total.count(client, "up", extra_bytes(reply.upload, (), reply.delta), 0)
             skipped += reply.unusable
             if not reply.is_finite():
                 skipped += reply.clients

@@ -180,7 +180,29 @@ def test_full_codes_are_no_compression(method):
     assert torch.allclose(plain, coded, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.parametrize("method", ["scaffold+topk:share=0.1", "fedals:alpha=2+powersgd", "feddyn+qsgd"])
+@pytest.mark.parametrize("method", ["mime", "ccvr"])
+def test_replies_without_an_update_are_not_compressed(method):
+    """Clients of Mime send the full gradient at the received model, those of CCVR moments of features."""
+    plain = unskew.run(blobs(SIZES), model="mlp", method=method, **FEW)
+    with pytest.warns(UserWarning, match="saves no traffic"):
+        coded = unskew.run(blobs(SIZES), model="mlp", method=f"{method}+topk:share=1", **FEW)
+    assert torch.allclose(plain.vector, coded.vector, rtol=1e-6, atol=1e-7)
+    indices = (
+        len(SIZES) * FEW["rounds"] * 12 * math.ceil(len(plain.vector) / 12)
+    )  # at least a bit each, at most 12 bytes
+    assert 0 <= coded.summary["bytes_up"] - plain.summary["bytes_up"] <= indices
+
+
+@pytest.mark.parametrize("method", ["scaffold", "fedpvr", "feddyn"])
+@pytest.mark.parametrize(("code", "remedy"), [("qsgd", "Set qsgd:feedback=true"), ("randk", "Use topk or int8")])
+def test_errors_of_codes_must_not_add_up(method, code, remedy):
+    with pytest.raises(MethodConflictError, match=f"With {method}, the server adds up .* {remedy}"):
+        unskew.methods.registry.method(f"{method}+{code}")
+    for fine in ("qsgd:feedback=true", "topk", "int8"):
+        unskew.methods.registry.method(f"{method}+{fine}")
+
+
+@pytest.mark.parametrize("method", ["scaffold+topk:share=0.1", "fedals:alpha=2+powersgd", "feddyn+qsgd:feedback=true"])
 def test_resumed_runs_and_other_engines_give_the_same(method, tmp_path):
     given = {**FEW, "participation": 0.5, "rounds": 4, "checkpoint_every": 1, "precision": "fp64"}
     fed = blobs(SIZES)

@@ -100,6 +100,10 @@ def test_the_geometric_median_of_corners_and_of_an_obtuse_triangle_is_known():
     assert estimators.geometric_median(obtuse).tolist() == pytest.approx([0, 0], abs=1e-8)
     majority = torch.tensor([[3.0, 4.0]] * 3 + [[1e9, 0.0], [-1e9, 7.0]], dtype=torch.float64)
     assert estimators.geometric_median(majority).tolist() == [3, 4]
+    balanced = torch.tensor(
+        [[-2.0, -2], [0, 2], [-1, -1], [-1, 0]]
+    ).double()  # unit vectors from the last one to others: (0, -1)
+    assert estimators.geometric_median(balanced).tolist() == pytest.approx([-1, 0], abs=1e-12)
     # Three corners of an equilateral triangle: the center is at a third of its height.
     equal = torch.tensor([[0.0, 0.0], [2.0, 0.0], [1.0, 3**0.5]], dtype=torch.float64)
     assert estimators.geometric_median(equal).tolist() == pytest.approx([1, 3**0.5 / 3], abs=1e-9)
@@ -203,6 +207,7 @@ def test_attackers_gain_nothing_if_honest_clients_drop_out(rule, cohort, n, expe
     x = combined.delta[0].item()
     if expected == "nothing":
         assert combined.delta.tolist() == combined.buffers.tolist() == [0, 0]
+        assert not combined.step
     else:
         assert honest[0] <= x <= honest[-1]
     if expected == "median":
@@ -211,6 +216,26 @@ def test_attackers_gain_nothing_if_honest_clients_drop_out(rule, cohort, n, expe
         rule.name, 0
     )
     assert bool(rule.metrics(state, 0, None)) == (too_few or rule.bucket > 1)
+
+
+@pytest.mark.parametrize("server", ["", "+fedavgm:beta=0.9", "+fedadam", "+feddyn", "+fedacg"])
+def test_a_round_with_too_few_updates_changes_nothing(server):
+    settings = {
+        "model": "mlp",
+        "rounds": 8,
+        "local_steps": 2,
+        "batch_size": 4,
+        "lr": 0.05,
+        "engine": "inline",
+        "seed": 1,
+    }
+    found = unskew.run(
+        blobs([9, 14, 11, 8, 10]), method=f"trimmed:share=0.4{server}", network={"drop": 0.4}, **settings
+    )
+    counts = [row.get("trimmed_too_few_updates", 0) for row in found.history]
+    weak = [t for t in range(1, 8) if counts[t] > counts[t - 1]]
+    assert weak
+    assert all(found.history[t]["loss"] == found.history[t - 1]["loss"] for t in weak)
 
 
 @pytest.mark.parametrize(("attackers", "limit"), [(1, 1.0), (3, 2.0), (5, 20.0)])
@@ -397,7 +422,7 @@ def test_buffers_are_the_median_of_the_clients_buffers():
     [
         ("scaffold+median", "does not protect what scaffold uploads"),
         ("fednova+krum", "does not protect what fednova uploads"),
-        ("feddle+median", "reads the update of each client"),
+        ("feddle+median", "reads single updates"),
         ("fedals+krum", "compares whole updates"),
         ("krum+median", "both fill the slot 'aggregate'"),
     ],

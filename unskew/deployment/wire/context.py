@@ -59,10 +59,13 @@ class WireContext:
         """Rule that adds noise at the sites, which then send nothing else that depends on their data; or None."""
         return site_noise(self.method)
 
-    @property
-    def compressed(self) -> bool:
-        """Return whether clients send encoded streams instead of vectors."""
-        return compresses(self.method.client)
+    def compresses(self, broadcast: Broadcast) -> bool:
+        """Return whether a client replies with encoded streams instead of vectors; surveys are not encoded.
+
+        Args:
+            broadcast: Message that the client received.
+        """
+        return compresses(self.method.client) and not broadcast.closing
 
     @property
     def names(self) -> set[str]:

@@ -138,7 +138,7 @@ def encode_update(update: Update, broadcast: Broadcast, wire_context: WireContex
         wire_context: Wire context.
     """
     arrays = {"update/buffers": encode_tensor(update.buffers[wire_context.sent(broadcast).to(update.buffers.device)])}
-    if wire_context.compressed:
+    if wire_context.compresses(broadcast):
         arrays |= encode_record("encoded", update.encoded)
     else:
         if wire_context.sends_model:
@@ -174,7 +174,8 @@ def decode_update(frame: Frame, broadcast: Broadcast, wire_context: WireContext,
     if frame.kind != "update":
         raise InvalidMessageError(f"its kind is {frame.kind[:40]!r} instead of 'update'")
     check_records(
-        frame, ("update", "report", *(("encoded",) if wire_context.compressed else ("upload", f"upload{SLICED}")))
+        frame,
+        ("update", "report", *(("encoded",) if wire_context.compresses(broadcast) else ("upload", f"upload{SLICED}"))),
     )
     check_reply_matches(config, broadcast, num_samples)
     if not METRICS - {"loss"} <= frame.metrics.keys() <= METRICS:
@@ -187,7 +188,7 @@ def decode_update(frame: Frame, broadcast: Broadcast, wire_context: WireContext,
     delta = torch.zeros_like(v)
     sent_bytes = None
     uploads = decode_rules(frame, "upload", broadcast.up, spec.size)
-    if wire_context.compressed:
+    if wire_context.compresses(broadcast):
         if "delta" in tensors:
             raise InvalidMessageError("it contains 'delta', but its update must be compressed")
         encoded = decode_record(frame, "encoded")

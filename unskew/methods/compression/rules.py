@@ -52,6 +52,21 @@ class Compressor(ClientRule):
         """Return whether the client adds the error of the code to its next update."""
         return False
 
+    def conflict_with(self, method: Method) -> str | None:
+        """Reject rules whose sums at the server would drift away from those at the clients.
+
+        Args:
+            method: The composition.
+        """
+        rule = next((rule for rule in method.client if rule.sums_over_rounds), None)
+        if rule is None or self.keeps_error or self.preserves_norms:
+            return None
+        remedy = f"Set {self.name}:feedback=true" if isinstance(self, FeedbackCompressor) else "Use topk or int8"
+        return (
+            f"With {rule.name}, the server adds up what clients send, and the errors of {self.name} with it, so that "
+            f"training gets worse with every round. {remedy}."
+        )
+
     def _compress(self, v: Tensor, memory: Tensors, key: Tensor, ctx: UploadContext) -> Tensors:
         """Return the code of a vector.
 
@@ -190,7 +205,7 @@ class FeedbackCompressor(Compressor):
         return self.feedback
 
     def conflict_with(self, method: Method) -> str | None:
-        """Name rules that the compressed broadcast does not support.
+        """Name rules that the compressed broadcast, or codes without feedback, do not support.
 
         Args:
             method: The composition.
@@ -199,7 +214,7 @@ class FeedbackCompressor(Compressor):
             return (
                 f"{self.name}:down=true needs a broadcast of the whole model, and {method.sync.name} sends parts of it."
             )
-        return None
+        return super().conflict_with(method)
 
     @property
     def compresses_broadcast(self) -> bool:

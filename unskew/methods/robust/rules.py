@@ -21,6 +21,7 @@ from unskew.errors import ConfigError
 from unskew.methods.robust import estimators
 from unskew.models.spec import ModelSpec
 from unskew.protocol.federation_info import FederationInfo
+from unskew.protocol.requirements import single_reads
 from unskew.protocol.rules import AggregateRule, Combined, Method, Tensors, Updates, Weights
 from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
@@ -93,8 +94,8 @@ class RobustRule(AggregateRule):
             if not rule.sends_model:
                 return f"{self.name} combines updates of the model, and clients of {rule.name} send none."
         server = method.server
-        if server is not None and {"individual", "sent_statistics"} & set(server.needs):
-            return f"{server.name} reads the update of each client, so {self.name} cannot combine them first."
+        if server is not None and (reads := single_reads(server)):
+            return f"{server.name} {reads}, so {self.name} cannot combine updates first."
         if self.distances and method.sync is not None:
             return (
                 f"{self.name} compares whole updates, and with {method.sync.name} clients send parts of the model. Use "
@@ -170,7 +171,7 @@ class RobustRule(AggregateRule):
         f = self.suspected(max(len(points), updates.plan.cohort))
         if 2 * f >= len(points):
             weakened = {**state, WEAKENED: state[WEAKENED] + 1}
-            return weakened, Combined(torch.zeros_like(points[0]), updates.b_global)
+            return weakened, Combined(torch.zeros_like(points[0]), updates.b_global, step=False)
         buckets = points
         if self.bucket > 1:
             order = uniform(fold(updates.key, SHUFFLE), (len(points),)).argsort(stable=True)
