@@ -126,7 +126,7 @@ def test_labels_that_differ_between_sites_raise_an_error_from_the_limit(tmp_path
     fed = unskew.load_federation(**options(strong, harmonize={"confounded": "allow"}))
     sick = [client.y.double().mean().item() for client in fed.clients]
     pooled = np.average(sick, weights=fed.sizes)
-    chance = np.sqrt(2 / np.pi * pooled * (1 - pooled)) * np.mean(1 / np.sqrt(fed.sizes))
+    chance = np.sqrt(2 / np.pi * pooled * (1 - pooled)) * np.mean(np.sqrt(1 / fed.sizes - 1 / fed.sizes.sum()))
     assert fed.harmonization.label_distance == pytest.approx(np.mean(np.abs(sick - pooled)) - chance)
     assert "Harmonization may remove a part of the label" in capsys.readouterr().err
     weak = write_table(tmp_path / "weak.csv", (0.37, 0.5, 0.65))

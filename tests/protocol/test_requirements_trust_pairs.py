@@ -43,7 +43,7 @@ RUNS += [
     (f"{TOPK}+{MEDIAN}", {}),
     (f"{TOPK}+{KRUM}+fedavgm", ATTACK),
     (f"fedals:alpha=2+{TOPK}+{MEDIAN}", {}),
-    (f"scaffold+{RANDK}", {}),
+    (f"fedprox:mu=0.1+{RANDK}", {}),
     ("smooth+cclip+fedadam", ATTACK),
     *(
         (f"{DPSGD}+{other}", {})
@@ -67,7 +67,7 @@ QUICK = [
     (TOPK, LATE),
     (f"fedbuff:buffer_size=3+{TOPK}", {}),
     (f"{TOPK}+{KRUM}+fedavgm", ATTACK),
-    (f"scaffold+{RANDK}", {}),
+    (f"fedprox:mu=0.1+{RANDK}", {}),
     ("smooth+cclip+fedadam", ATTACK),
     *((f"{DPSGD}+{other}", {}) for other in (f"scaffold+{DP}", MEDIAN, "fedals:alpha=2")),
     (DPSGD, SECURE),

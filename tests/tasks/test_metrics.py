@@ -15,7 +15,7 @@ import unskew
 from unskew.cli.comparison_tables import metrics_table
 from unskew.errors import ConfigError
 from unskew.tasks.classification import Classification
-from unskew.tasks.metrics import METRICS, MetricSet
+from unskew.tasks.metrics import METRICS, ClassPredictions, MetricSet, calibration_slope
 from unskew.tasks.registry import TASKS
 
 TINY = {"model": "logistic", "rounds": 2, "local_steps": 5, "lr": 0.1, "engine": "inline"}
@@ -55,6 +55,14 @@ def test_figures_of_two_classes_are_scikit_learns(fed):
     }
     assert {name: result.history[-1][name] for name in expected} == near(expected, dtype=torch.float32)
     assert {name: result.summary[name] for name in expected} == {name: result.history[-1][name] for name in expected}
+
+
+def test_the_calibration_slope_is_found_where_whole_newton_steps_diverge():
+    logits = np.array([6.0, 0, 2, 0, -1, 0, 3, -2, -4, -34, -2, -1, -3, -3, 1, 4])[:, None]
+    y, p = np.isin(np.arange(16), (9, 15)), 1 / (1 + np.exp(-logits))
+    expected = LogisticRegression(C=1e12, tol=1e-12, max_iter=100_000).fit(np.log(p / (1 - p)), y).coef_[0, 0]
+    found = calibration_slope(ClassPredictions(np.hstack([1 - p, p]), y.astype(int), y.astype(int), (1,)))
+    assert found == [pytest.approx(expected, rel=1e-5)]
 
 
 def test_figures_of_more_classes_are_means_of_each_against_all_others():

@@ -215,8 +215,9 @@ def confounding(training: PartitionedSource, allowed: bool) -> float:
         counts = [np.stack([share, [len(own) for own in labels] - share], 1) for share in above]
     distance = -1.0
     for some in counts:
-        shares = some.sum(0) / max(1.0, some.sum())
-        by_chance = label_distance_by_chance(shares, float(np.mean(1 / np.sqrt(some.sum(1).clip(1)))))
+        sizes = some.sum(1).clip(1)
+        shares = some.sum(0) / sizes.sum()
+        by_chance = label_distance_by_chance(shares, float(np.sqrt((1 / sizes - 1 / sizes.sum()).clip(0)).mean()))
         distance = max(distance, float(label_distances(some, shares)[0].mean()) - by_chance)
     if distance >= NEARLY_CONFOUNDED:
         what = f"The labels of the sites differ: their distance from all labels is {distance:.2f} more than by chance"

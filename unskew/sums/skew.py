@@ -22,10 +22,10 @@ from unskew.sums.columns import sizes_of_columns
 
 SIZES = ("clients", "rows", "rows2")
 """Numbers of ``site_scalars`` on the size of a client: 1, ``n_k``, ``n_k^2``."""
-SCALARS = ("clients", "distance", "divergence", "classes", "inverse_root", "between")
+SCALARS = ("clients", "distance", "divergence", "classes", "spread", "between")
 """Numbers of ``site_scalars`` on its labels: 1, total variation distance and Kullback-Leibler divergence from the class
-frequencies ``q`` of all clients, exponential of the entropy, ``m_k^-1/2`` with the number ``m_k`` of labels, and
-``m_k ||q_k - q||^2``.
+frequencies ``q`` of all clients, exponential of the entropy, ``sqrt(1/m_k - 1/m)`` with the client's and all clients'
+numbers of labels, and ``m_k ||q_k - q||^2``.
 """
 
 
@@ -77,22 +77,25 @@ class SiteScalars(SumKind):
     name = "site_scalars"
     permission = "counts"
     arguments = ScalarArguments
-    constants = ("shares",)
-    once = ("shares",)
+    constants = ("counts",)
+    once = ("counts",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
         classes = int(request.args["classes"])
-        shares = request.tensor("shares", classes).numpy()
-        if not (shares >= 0).all() or shares.sum() > 1 + 1e-6:
-            raise DataError("The request for site_scalars has class frequencies that do not add up to 1.")
+        every = request.tensor("counts", classes).numpy()
+        if not (every >= 0).all():
+            raise DataError("The request for site_scalars has negative class counts.")
+        total = max(1.0, every.sum())
+        shares = every / total
         sums = {"sizes": torch.tensor([1.0, rows.num_rows, rows.num_rows**2], dtype=torch.float64)}
         if classes:
             counts = class_counts(rows).double().numpy()
             labels = max(1.0, counts.sum())
             distance, entropy, divergence = (float(values[0]) for values in label_distances(counts[None], shares))
             between = labels * np.square(counts / labels - shares).sum()
-            values = [1.0, distance, divergence, np.exp(entropy), labels**-0.5, between]
+            spread = max(0.0, 1 / labels - 1 / total) ** 0.5  # the client is a part of all clients
+            values = [1.0, distance, divergence, np.exp(entropy), spread, between]
             sums["labels"] = torch.tensor(values, dtype=torch.float64)
         return sums
 
@@ -430,17 +433,17 @@ class LabelScatter(SumKind):
         return "squared distance of the mean targets from those of all sites, and from a linear model of the inputs"
 
 
-def label_distance_by_chance(shares: np.ndarray, inverse_root: float) -> float:
+def label_distance_by_chance(shares: np.ndarray, spread: float) -> float:
     """Return the mean label distance if clients of these sizes drew their labels from the overall class frequencies.
 
-    By the normal approximation, a frequency of ``n`` draws deviates by ``sqrt(2 q (1 - q) / (pi n))`` on average.
+    A frequency of ``n_k`` draws has the variance ``q (1 - q) (1/n_k - 1/n)`` around that of all ``n`` draws, which contain
+    them; by the normal approximation, it deviates by ``sqrt(2/pi)`` standard deviations on average.
 
     Args:
         shares: Class frequencies ``q [C]`` of all clients together.
-        inverse_root: Mean of ``n^-1/2`` over clients, where ``n`` is a client's number of labels.
+        spread: Mean of ``sqrt(1/n_k - 1/n)`` over clients.
 
-    >>> round(label_distance_by_chance(np.full(10, 0.1), 100**-0.5), 3)
-    0.12
+    >>> round(label_distance_by_chance(np.full(10, 0.1), (1 / 100 - 1 / 1000) ** 0.5), 3)
+    0.114
     """
-    spread = float(np.sqrt(shares * (1 - shares)).sum())
-    return min(1.0, 0.5 * math.sqrt(2 / math.pi) * spread * inverse_root)
+    return min(1.0, float(np.sqrt(shares * (1 - shares)).sum()) * spread / math.sqrt(2 * math.pi))

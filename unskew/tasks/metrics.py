@@ -156,12 +156,18 @@ def calibration_slope(predictions: ClassPredictions) -> list[float]:
     """Compute the slope of a logistic regression of the outcome on the logit of its probability.
 
     It is 1 for calibrated probabilities and below 1 for too extreme ones. It is NaN if it is not defined, such as if the
-    probabilities separate the classes. Newton's method starts at the constant model.
+    probabilities separate the classes. Newton's method starts at the constant model; steps that lower the likelihood are
+    halved.
     """
     if predictions.positive is None or predictions.positive[0].all() or not predictions.positive[0].any():
         return [math.nan]
     outcome, chance = predictions.positive[0], np.clip(predictions.positive[1], TINY, 1 - TINY)
     x = np.stack([np.ones(len(chance)), np.log(chance) - np.log1p(-chance)], 1)
+    sign = np.where(outcome, 1.0, -1.0)
+
+    def loss(beta: np.ndarray) -> float:
+        return float(np.logaddexp(0, -sign * (x @ beta)).sum())
+
     beta = np.array([math.log(outcome.mean() / (1 - outcome.mean())), 0.0])
     for _ in range(50):
         mean = 1 / (1 + np.exp(np.clip(-x @ beta, -700, 700)))
@@ -169,9 +175,12 @@ def calibration_slope(predictions: ClassPredictions) -> list[float]:
             step = np.linalg.solve(x.T * (mean * (1 - mean)) @ x, x.T @ (outcome - mean))
         except np.linalg.LinAlgError:
             break
-        beta += step
         if np.abs(step).max() < 1e-10 * (1 + np.abs(beta).max()):
-            return [float(beta[1])]
+            return [float((beta + step)[1])]
+        before = loss(beta)
+        while not loss(beta + step) <= before + 1e-12 * len(outcome) and np.abs(step).max() > 1e-10:
+            step /= 2
+        beta += step
     return [math.nan]
 
 

@@ -4,13 +4,16 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from support.sites import TINY, LoopPlace, deployed
 
 from unskew.config.loader import experiment
 from unskew.data.load import load_partitioned
 from unskew.deployment.server.evaluation import EvaluationPlan, evaluate_run
+from unskew.deployment.server.masked_evaluation import masked_rows
 from unskew.errors import ConfigError, EngineError
 from unskew.serving.load import load_predictor
+from unskew.tasks.cells import count_cells
 from unskew.tasks.classification import Classification
 from unskew.tasks.metrics import METRICS, MetricSet
 
@@ -60,6 +63,22 @@ def test_sums_give_the_metrics_on_the_held_out_samples_of_all_sites(place):
             assert row["low"] < row["value"] < row["high"]
     assert not any(frame.metrics or frame.kind in ("sums", "scored") for _, frame in place.link.received)
     assert evaluated(place, metrics=("loss",)) == [row for row in rows if row["metric"] == "loss"]
+
+
+def test_the_recall_of_a_class_with_few_samples_is_left_out(place):
+    """The interval of its recall, 2 of 3, would tell that there are 3 samples."""
+    inputs, y = load_predictor(place.folder / "run").inputs, np.array([0] * 60 + [1] * 3)
+    p = np.array([0.2] * 60 + [0.8, 0.3, 0.7])
+    p, said = np.stack([1 - p, p], 1), (p > 0.5).astype(int)
+    sums = {
+        "sums": torch.tensor([63.0, float((said == y).sum()), 30.0]).double(),
+        "cells": torch.from_numpy(count_cells(p, y)),
+        "confusion": torch.from_numpy(np.bincount(y * 2 + said, minlength=4).reshape(2, 2)),
+        "probabilities": torch.from_numpy(np.stack([p.sum(0), ((p - np.eye(2)[y]) ** 2).sum(0)], 1)),
+    }
+    rows = masked_rows(lambda _: [sums], torch.zeros(1), torch.zeros(0), inputs, 0.95)
+    assert rows[0]["support"] == {"malignant": None, "benign": None}  # each number would follow from the other one
+    assert not [row for row in rows if row["metric"].startswith("recall/")]
 
 
 def test_metrics_of_single_sites_are_refused(place):

@@ -17,6 +17,7 @@ from unskew.sums.exchange import Exchange
 from unskew.sums.scores import TALLIES
 from unskew.tasks.cells import class_metrics_from_sums
 from unskew.tasks.intervals import Interval
+from unskew.tasks.primary_metric import RECALL
 
 ALL_SITES = "all sites"
 """Name of the site in rows of sums over all sites."""
@@ -43,7 +44,10 @@ def masked_rows(exchange: Exchange, v: Tensor, b: Tensor, inputs: InputSpec, lev
     labeled = dict(zip(inputs.names, (int(c) if c.isdigit() else c or None for c in support), strict=False))
     n = int(sums["confusion"].sum()) if classes else int(sums["sums"][0])
     rows = []
+    hidden = {f"{RECALL}{name}" for name, text in labeled.items() if not isinstance(text, int)}
     for metric, (value, interval) in metrics_from_sums(sums, inputs, level).items():
+        if metric in hidden:  # with its interval, a recall tells the number of samples
+            continue
         low, high = interval if interval is not None and math.isfinite(value) else (None, None)
         about = {"model": "global", "site": ALL_SITES, "client": None, "metric": metric}
         known = value if math.isfinite(value) else None
