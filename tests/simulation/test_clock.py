@@ -248,6 +248,9 @@ def test_lost_updates_are_reported_and_diagnostics_of_one_round_accept_them(trac
         train({"trace": str(trace), "deadline": "0.5s"}, "fedals:alpha=1,split=1", rounds=3)
     assert late_updates_warning([{"late": 1, "updates": 1, "skipped": 0}]) is None
     assert late_updates_warning([{"updates": 0, "skipped": 0}]) is None
+    assert "2 of 3 updates arrived in a later round" in late_updates_warning(
+        [{"discarded": 2, "updates": 1, "skipped": 0}]
+    )
     train({"trace": str(trace), "deadline": "1.5s"}, DISCARD, diagnose="consensus")
     with pytest.raises(ConfigError, match=r"network\.deadline"):
         train({"trace": str(trace), "deadline": "1.5s"}, diagnose="consensus")

@@ -64,18 +64,19 @@ def divergence_warning(row: Mapping[str, Any], attack: str | None = None) -> str
 
 
 def late_updates_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
-    """Return a warning if more than half of the updates of a run were lost because they missed the deadline.
+    """Return a warning if more than half of the updates of a run were lost because they were late.
 
     Args:
         history: Metrics of each round.
     """
-    late = sum(row.get("late", 0) for row in history)
-    total = late + sum(row.get("updates", 0) + row.get("skipped", 0) for row in history)
-    if 2 * late <= total:
+    late, discarded = (sum(row.get(name, 0) for row in history) for name in ("late", "discarded"))
+    total = late + discarded + sum(row.get("updates", 0) + row.get("skipped", 0) for row in history)
+    if 2 * (late + discarded) <= total:
         return None
+    why = "missed network.deadline" if late else "arrived in a later round"
     return (
-        f"{late} of {total} updates missed network.deadline and were lost. Use a longer deadline, or a method that supports "
-        "delays, such as fedbuff."
+        f"{late + discarded} of {total} updates {why} and were lost. Use {'a longer deadline' if late else 'shorter delays'}, "
+        "or a method that uses late updates, such as fedbuff."
     )
 
 
