@@ -76,8 +76,8 @@ def late_updates_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     why = "missed network.deadline" if late else "arrived in a later round"
     remedy = "a longer deadline" if late else "shorter delays"
     return (
-        f"{late + discarded} of {total} updates {why} and were lost. Use {remedy}, or a method that uses late updates, such as "
-        "fedbuff."
+        f"{late + discarded} of {total} updates {why} and were lost. Use {remedy}, or a method that uses late updates, such "
+        "as fedbuff."
     )
 
 
