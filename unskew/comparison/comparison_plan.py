@@ -18,20 +18,23 @@ from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError, list_items, short_repr
+from unskew.data.spec import DataSpec
+from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import parse_path
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
+from unskew.records.result import read_summary
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
 from unskew.runs.parallel import check_parallel, execute_jobs
 from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
-from unskew.runs.run import finished_rounds
+from unskew.runs.resume import check_finished_data, stored_content
+from unskew.runs.run import finished_rounds, with_unseen_clients
 from unskew.runs.validation import resolve_run
 
 CallbackFactory = Callable[[str, int, Experiment], Sequence[Callback]]
@@ -124,6 +127,29 @@ class ComparisonPlan:
             sizes.append(resolve_run(config, data, self.model, own_method).spec.size)
             check_given_set(config, own_method)
         return max(sizes)
+
+    def check_data_unchanged(self, keys: Sequence[tuple[str, int]]) -> None:
+        """Validate, before anything is trained, that finished runs used the same data; others do so when they resume.
+
+        Args:
+            keys: Method and seed of each run.
+
+        Raises:
+            ConfigError: If a finished run used other data.
+        """
+        loaded: tuple[DataSpec, int] | None = None
+        for key in keys:
+            folder, config = self.run_folder(*key), self.configs[key]
+            if folder is None or not is_finished(folder, config):
+                continue
+            if loaded != (config.data_spec, config.seed):
+                loaded = config.data_spec, config.seed
+                data = with_unseen_clients(self.federation or last.of(config), config)
+                content = stored_content(data)
+            try:
+                check_finished_data(read_summary(folder), data, content)
+            except CheckpointError as error:
+                raise ConfigError(f"{folder} cannot be reused. {error}") from error
 
     def with_references(self, data: Federation) -> tuple[ComparisonPlan, list[str]]:
         """Return the plan with the references that fit, which use the settings of one method, and notes on the others."""
