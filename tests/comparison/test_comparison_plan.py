@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 
@@ -51,3 +52,40 @@ def test_the_checksum_is_of_the_data_before_the_method_changes_them(tmp_path):
     assert len({own[0]["data_checksum"] for own in found.summaries.values()}) == 1
     assert json.loads((tmp_path / "study/pooled/seed-0/summary.json").read_text())["data_checksum"]
     unskew.compare(methods=["fedavg"], out=tmp_path / "study", resume=True, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "first", "second", "words"),
+    [
+        (
+            {"objective": "loss"},
+            {"loss": "mse"},
+            {"loss": "huber:0.1"},
+            "same loss, not mse and huber:0.1. Use one loss",
+        ),
+        ({"objective": "loss"}, {}, {"loss": "mse"}, None),
+        ({}, {}, {"loss": "mae"}, None),
+        (
+            {"objective": "auprc"},
+            {},
+            {"positive": "0"},
+            "same positive class, on which auprc depends, not 1 and 0. Set",
+        ),
+        ({"metrics": ["f1"]}, {"positive": "1"}, {"positive": "0"}, "same positive class, on which f1 depends"),
+        ({"objective": "auroc"}, {"positive": "1"}, {"positive": "0"}, None),
+        ({"objective": "auprc"}, {}, {"positive": "1"}, None),
+    ],
+)
+def test_one_name_of_a_metric_has_one_definition(tmp_path, fields, first, second, words):
+    """The positive class is the second one unless it is set, and ``auto`` is the mean squared error."""
+    classes = "loss" not in {*first, *second}
+    write_table(tmp_path / "t.csv")
+    data = "digits" if classes else f"table:{tmp_path / 't.csv'}"
+    table = {"max_classes": 2, "clients": 2, "max_train_samples": 60} if classes else TABLE
+    run = {"data": data, "seeds": 1, **table, **RUN, **fields}
+    compare = partial(unskew.compare, methods=["fedavg", "scaffold"], overrides={"fedavg": first, "scaffold": second})
+    if words is None:
+        assert len(compare(**run).rows()) == 2
+        return
+    with pytest.raises(ConfigError, match=words):
+        compare(**run)

@@ -11,7 +11,12 @@ from typing import Any
 
 from unskew.comparison import references as reference_rows
 from unskew.comparison.folder_name import folder_name
-from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
+from unskew.comparison.overrides import (
+    check_same_data,
+    check_same_objective,
+    check_same_positive,
+    overrides_by_method,
+)
 from unskew.comparison.references import applicable_references, is_reference, reference_config
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
@@ -121,11 +126,14 @@ class ComparisonPlan:
 
     def check_methods(self, data: Federation) -> int:
         """Validate all methods before the first one is trained, and return the size of the largest model."""
-        sizes = []
+        sizes, metrics = [], []
         for name, own_method in self.methods.items():
             config = self.configs[name, self.seeds[0]].model_copy(update={"target": self.target})
-            sizes.append(resolve_run(config, data, self.model, own_method).spec.size)
+            run = resolve_run(config, data, self.model, own_method)
+            sizes.append(run.spec.size)
+            metrics.append(run.metrics)
             check_given_set(config, own_method)
+        check_same_positive(metrics)
         return max(sizes)
 
     def check_data_unchanged(self, keys: Sequence[tuple[str, int]]) -> None:

@@ -134,7 +134,16 @@ class Session:
         original = self.evaluator.federation
         content = self.checkpoints.content() if original is parts.prepared.federation else stored_content(original)
         summary = summarize(
-            config, parts.prepared, content, self.server, self.recorder, client_scores, choice, parts.metrics, who, closing
+            config,
+            parts.prepared,
+            content,
+            self.server,
+            self.recorder,
+            client_scores,
+            choice,
+            parts.metrics,
+            who,
+            closing,
         )
         if parts.folder is not None:
             self.recorder.check_folder()

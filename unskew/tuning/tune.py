@@ -229,8 +229,8 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         key = differing[0]
         if key == CHECKSUM:
             raise ConfigError(
-                f"The data differ from those of the tuning in {folder} (content {options[key]} instead of {before.get(key)}). "
-                "Continue with the same data and library versions, or choose another folder with --out."
+                f"The data differ from those of the tuning in {folder} (content {options[key]} instead of "
+                f"{before.get(key)}). Continue with the same data and library versions, or choose another folder with --out."
             )
         raise ConfigError(
             f"{folder} contains a tuning with {key}={before.get(key)}, not {options.get(key)}. Use the same settings, or "
