@@ -389,3 +389,16 @@ def test_a_method_with_a_lost_seed_is_chosen_only_if_no_other_has_all_seeds():
     found = assess_benefit(summaries, clients)
     assert (found.labels["federated"], found.candidates["federated"]) == ("b", 2)
     assert assess_benefit({"a": summaries["a"]}, clients).labels["federated"] == "a"
+
+
+def test_the_r2_within_clients_is_of_the_clients_in_the_mean():
+    """Two small clients, far from the others, are left out of the means and of the sum of squared errors."""
+    fields = {"seed": 0, "partition_hash": "p", "objective": "r2", "r2": 0.5}
+    values = [(0.8, 0.5, 40), (0.6, 0.4, 50), (-20.0, -1.0, 2), (-9.0, -3.0, 3)]
+    rows = [
+        {"client": k, "name": f"s{k}", "num_held_out": n, "loss": 1.0, "r2": own, "constant_r2": constant}
+        for k, (own, constant, n) in enumerate(values)
+    ]
+    first = assess_benefit({"fedavg": [fields]}, {"fedavg": [rows]}).overview()[0]
+    assert (first["clients"], first["mean"]) == (2, pytest.approx(0.7))
+    assert first["r2_within_clients"] == pytest.approx(1 - (0.2 + 0.4) / (0.5 + 0.6))

@@ -1,4 +1,4 @@
-"""Default target of a comparison, which a constant prediction must not reach."""
+"""Target and notes of a comparison: a constant prediction must not reach the target, and notes regard all seeds."""
 
 import pytest
 
@@ -44,3 +44,42 @@ def test_the_table_says_if_a_constant_reaches_the_target(target, noted):
     result = Comparison({"fedavg": [[]]}, summaries, default_target(summaries) if target is None else target, None)
     note = f"A constant prediction, which scores 76.7 %, reaches the target of {100 * (target or 0.69):.1f} %."
     assert caption(result).endswith(f"\n{note}") == noted
+
+
+@pytest.mark.parametrize(
+    ("rounds", "text"),
+    [
+        ({"a": {0: 9, 1: 8}, "b": {0: 9, 1: 8}}, None),
+        ({"a": {0: 9}, "b": {1: 9, 2: 9}}, None),
+        ({"a": {0: 9, 1: 8}, "b": {0: 9, 1: 9}}, "a 8 to 9, b 9"),
+        ({"a": {1: 9, 0: 8}, "b": {0: 9, 1: 8}}, "a 8 to 9, b 8 to 9"),
+        ({"a": {0: 9}, "b": {0: 8}}, "a 9, b 8"),
+    ],
+)
+def test_a_note_says_if_rounds_differ_in_any_seed(rounds, text):
+    summaries = {
+        name: [summary(0.5) | {"method": name, "seed": seed, "rounds": count} for seed, count in own.items()]
+        for name, own in rounds.items()
+    }
+    notes = Comparison({name: [[] for _ in own] for name, own in summaries.items()}, summaries, 0.5, None).notes()
+    known = f"The methods were trained for different numbers of rounds: {text}."
+    assert notes == ([] if text is None else [known])
+
+
+def test_a_row_with_undefined_seeds_says_how_many_have_a_value():
+    summaries = {"a": [summary(0.5), summary(None), summary(0.7)], "b": [summary(0.5)] * 3}
+    result = Comparison({name: [[]] * 3 for name in summaries}, summaries, 0.5, None)
+    table = comparison_table(result.rows())
+    assert [cell.text for cell in table.columns[0].cells] == ["a (value in 2 of 3 seeds)", "b"]
+
+
+def test_personal_metrics_replace_those_of_clients_only_without_a_global_model():
+    """A client metric of a global model may be undefined, although that of personal models is not."""
+    metrics = {"client_accuracy_mean": None, "personal_accuracy_mean": 0.9}
+    shown = {}
+    for name, fields in (("global", {}), ("none", {"global_model": False})):
+        result = Comparison({"a": [[]]}, {"a": [summary(0.5) | metrics | fields]}, 0.5, None)
+        table = comparison_table(result.rows())
+        (column,) = [column for column in table.columns if str(column.header).startswith("clients, mean")]
+        shown[name] = [*column.cells]
+    assert shown == {"global": ["-"], "none": ["90.0"]}

@@ -186,9 +186,7 @@ def test_a_resumed_run_reads_the_data_once(tmp_path, monkeypatch):
     run_of(federation, tmp_path / "run")
     read = Counter()
     original = run_checkpoints.stored_content
-    monkeypatch.setattr(
-        run_checkpoints, "stored_content", lambda prepared: (read.update(["once"]), original(prepared))[1]
-    )
+    monkeypatch.setattr(run_checkpoints, "stored_content", lambda given: (read.update(["once"]), original(given))[1])
     run_of(federation, tmp_path / "run", rounds=2, resume=True)
     assert read["once"] == 1
 

@@ -97,14 +97,11 @@ def test_double_precision_is_kept_where_the_run_has_it():
 def test_the_checksum_is_that_of_the_arrays_as_one():
     """So runs from before can go on, also those whose float64 inputs were float32 then."""
 
-    class Prepared:
-        federation = federation(given(shape=(6, 6, 3), dtype="float64"))
-
-    whole = Prepared()
-    before = replace(Prepared.federation, clients=Prepared.federation.clients.to(torch.device("cpu")))
+    drawn = federation(given(shape=(6, 6, 3), dtype="float64"))
+    before = replace(drawn, clients=drawn.clients.to(torch.device("cpu")))
     before.clients.x = before.clients.x.float()
-    whole.federation = replace(before, test=(before.test[0].float(), before.test[1]))
-    assert stored_content(whole) == stored_content(Prepared())
+    whole = replace(before, test=(before.test[0].float(), before.test[1]))
+    assert stored_content(whole) == stored_content(drawn)
 
 
 def test_files_are_read_only_where_a_client_is_drawn(tmp_path):

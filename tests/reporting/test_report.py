@@ -330,6 +330,7 @@ def run(compared, tmp_path):
         ("metrics.jsonl", "x\n", CheckpointError, "metrics.jsonl is corrupted"),
         ("clients.jsonl", '{"client": 0}\n', CheckpointError, "clients.jsonl is corrupted. Remove it"),
         ("clients.jsonl", '{"client": 0, "samples": 1, "class_counts": {"x": 1}}\n', CheckpointError, "Remove it"),
+        ("clients.jsonl", '{"client": 0, "samples": 1, "events": "x"}\n', CheckpointError, "Remove it"),
         ("about.json", '{"classes": [1]}', CheckpointError, "about.json is corrupted"),
         ("config.yaml", "a: [", ConfigError, "not a valid YAML file"),
         ("summary.json", None, ConfigError, "is not finished; continue with: unskew resume"),

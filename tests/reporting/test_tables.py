@@ -2,7 +2,7 @@
 
 from support.run_groups import group
 
-from unskew.reporting.tables import fairness_table, target_table
+from unskew.reporting.tables import difference_table, fairness_table, target_table
 
 
 def test_a_closing_step_that_reaches_the_target_is_in_the_table_of_costs():
@@ -27,3 +27,11 @@ def test_attackers_and_unseen_clients_are_not_part_of_the_distribution_over_clie
     table = fairness_table(group({"a": [0.5]}, {"a": means}, clients=CLIENTS))
     shown = {row[1].text: [cell.text for cell in row[-2:]] for row in table.rows}
     assert shown == {"global": [f"{0.4 / 2.4:.3f}", "-"], "personal": [f"{0.2 / 2.4:.3f}", "50.0"]}
+
+
+def test_differences_count_the_seeds_in_which_both_methods_have_a_value():
+    best = {"best_accuracy": 0.5}
+    part = group({"a": [0.5, 0.7, None, None], "b": [0.4, 0.5, 0.6, 0.9]})
+    assert [row[2].text for row in difference_table(part).rows] == ["2", "2"]
+    part = group({"a": [0.5, 0.7, None, None], "b": [0.4, 0.5, 0.6, 0.9]}, {"a": best, "b": best})
+    assert [row[2].text for row in difference_table(part).rows] == ["2, best 4"] * 2

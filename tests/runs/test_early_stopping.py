@@ -1,6 +1,7 @@
 """Early stopping: where a run ends, what it looks at, and that it ends there also after a stop in between."""
 
 import warnings
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,9 +10,12 @@ from support.slow import as_slow
 from support.tolerance import FEW, TRAINING, near
 
 import unskew
+from unskew.config.loader import experiment
 from unskew.data.load import load_federation
 from unskew.errors import CheckpointError, ConfigError
 from unskew.records.recorder import Callback
+from unskew.runs.early_stopping import EarlyStopping
+from unskew.runs.metrics import run_metrics
 
 SETTINGS = {
     "model": "logistic", "local_steps": 3, "lr": 1.0, "engine": "inline", "precision": "fp64", "checkpoint_every": 1,
@@ -42,6 +46,31 @@ def test_a_run_ends_when_nothing_better_came_for_so_many_evaluations(digits, pat
     assert result.summary["validation_round"] == 2 * (best + 1)
     assert result.summary["accuracy_at_validation_round"] == result.history[2 * best + 1]["accuracy"]
     assert result.summary["max_rounds"] == 60
+
+
+@pytest.mark.parametrize(
+    ("losses", "end", "best"),
+    [
+        ([2.0, None, None, 1.0], 3, 1),
+        ([2.0, None, 1.0, None, None, 0.5], 5, 3),
+        ([2.0, 1.0, None, 3.0, 0.5], 4, 2),
+        ([None, None, 1.0], 2, None),
+    ],
+)
+def test_an_objective_that_is_not_finite_is_no_improvement(digits, losses, end, best):
+    """With two evaluations; every second round is not evaluated and does not count."""
+    history = []
+    config = experiment({"early_stopping": 2, "rounds": 99, "objective": "loss"})
+    metrics = run_metrics(config, digits)
+    stopping = EarlyStopping(config, SimpleNamespace(federation=digits), history, metrics)
+    for k, loss in enumerate(losses, 1):
+        history += [{"round": 2 * k - 1}, {"round": 2 * k, "validation_loss": loss, "accuracy": 0.1, "loss": 1.0}]
+        assert stopping.should_stop == (k >= end), k
+        if stopping.should_stop:
+            break
+    summary = stopping.summary()
+    assert summary.get("validation_round") == (None if best is None else 2 * best)
+    assert summary["max_rounds"] == 99
 
 
 def test_rounds_of_the_run_it_starts_from_do_not_count(digits, tmp_path):

@@ -509,6 +509,16 @@ def test_the_database_is_in_the_folder_whatever_its_name(tuned):
     assert [path.name for path in tuned.parent.iterdir()] == [tuned.name]
 
 
+@pytest.mark.parametrize("checksum", [None, "00000000"])
+def test_a_tuning_is_resumed_only_with_the_same_data(tuned, tmp_path, checksum):
+    folder = shutil.copytree(tuned, tmp_path / "sent")
+    plan = json.loads((folder / "plan.json").read_text())
+    own = plan.pop("data_checksum")
+    (folder / "plan.json").write_text(json.dumps(plan if checksum is None else plan | {"data_checksum": checksum}))
+    with pytest.raises(ConfigError, match=rf"The data differ .*\(content {own} instead of {checksum}\)"):
+        unskew.tune(out=folder, resume=True, **TUNE)
+
+
 def test_a_journal_that_names_another_file_does_not_remove_it(tuned, tmp_path):
     """SQLite applies the journal of an interrupted program, and removes the file that the end of the journal names."""
     folder, mine = shutil.copytree(tuned, tmp_path / "sent"), tmp_path / "mine.txt"

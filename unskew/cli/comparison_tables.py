@@ -142,8 +142,8 @@ def value_cell(row: dict[str, Any], one: MetricInfo, name: str) -> str:
         one: Metric.
         name: Key of the metric in the row.
     """
-    if row.get(name) is None:
-        name = name.replace("client_", OF_CLIENTS, 1)  # without a global model
+    if not row.get("global_model", True) and row.get(name) is None:
+        name = name.replace("client_", OF_CLIENTS, 1)
     return value_text(one, row.get(name), std_text(row, name), sign="")
 
 

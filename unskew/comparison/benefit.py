@@ -202,7 +202,7 @@ class Benefit:
 
     def _within_clients(self, model: str) -> float | None:
         """Return R² relative to the clients' own means: 1 minus the ratio of the mean squared errors."""
-        pairs = [(client.estimate(model), client.estimate("constant")) for client in self.clients]
+        pairs = [(client.estimate(model), client.estimate("constant")) for client in self.averaged]
         known = [(1 - own.value, 1 - constant.value) for own, constant in pairs if own and constant]
         against = sum(constant for _, constant in known)
         return 1 - sum(own for own, _ in known) / against if against > 0 else None

@@ -40,7 +40,7 @@ def _is_client_row(row: Any) -> bool:
     if not all(isinstance(counts, dict) for counts in class_counts):
         return False
     counted = [item for counts in class_counts for item in counts.items()]
-    counts = [row["samples"], row.get("num_held_out", 0), *(count for _, count in counted)]
+    counts = [row["samples"], row.get("num_held_out", 0), row.get("events", 0), *(count for _, count in counted)]
     shares = [row.get(name) for score in SCORES for name in (score, f"personal_{score}")]
     return (
         all(key.isascii() and key.isdigit() and len(key) < 6 for key, _ in counted)

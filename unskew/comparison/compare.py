@@ -80,6 +80,7 @@ def compare(
     folder = plan.folder
     with output_folder(folder, resume, plan.has_begun):
         plan, data, size, left_out = plan.prepare(references)
+        plan.check_data_unchanged(list(plan.configs))
         if folder is not None:
             _plot_clients(data, plan.seeds[0], folder)
         at_once = num_parallel_runs(parallel, list(plan.configs.values()), size)

@@ -75,6 +75,7 @@ def compare_part(
     own = set(part.share(by_method))
     keys = [key for key in plan.configs if key in own]  # seed by seed, so that consecutive runs share their data
     if keys:
+        plan.check_data_unchanged(keys)
         at_once = num_parallel_runs(parallel, [plan.configs[key] for key in keys], size)
         if budget_minutes is not None or on_estimate is not None:
             report_estimate(plan, keys, data, max(1, at_once), budget_minutes, on_estimate)

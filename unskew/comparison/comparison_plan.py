@@ -11,27 +11,35 @@ from typing import Any
 
 from unskew.comparison import references as reference_rows
 from unskew.comparison.folder_name import folder_name
-from unskew.comparison.overrides import check_same_data, check_same_objective, overrides_by_method
+from unskew.comparison.overrides import (
+    check_same_data,
+    check_same_objective,
+    check_same_positive,
+    overrides_by_method,
+)
 from unskew.comparison.references import applicable_references, is_reference, reference_config
 from unskew.comparison.same_settings import check_same_settings
 from unskew.comparison.single_run import Given, RunRecords, last, run_or_resume
 from unskew.config.experiment import Experiment
 from unskew.config.loader import experiment
 from unskew.data.federation import Federation
-from unskew.errors import ConfigError, list_items, short_repr
+from unskew.data.spec import DataSpec
+from unskew.errors import CheckpointError, ConfigError, list_items, short_repr
 from unskew.expressions import MOST_SEEDS, parse_seed_list
 from unskew.filesystem import parse_path
 from unskew.generators.synthetic_dataset import SYNTHETIC
 from unskew.methods.registry import MethodLike, method
 from unskew.protocol.rules import Method
 from unskew.records.recorder import Callback
+from unskew.records.result import read_summary
 from unskew.runs.api_arguments import config_from_arguments, method_expression, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.cost import WORTH, check_budget, check_within, estimate
 from unskew.runs.parallel import check_parallel, execute_jobs
 from unskew.runs.preparation import check_given_set
 from unskew.runs.process_pool import Job
-from unskew.runs.run import finished_rounds
+from unskew.runs.resume import check_finished_data, stored_content
+from unskew.runs.run import finished_rounds, with_unseen_clients
 from unskew.runs.validation import resolve_run
 
 CallbackFactory = Callable[[str, int, Experiment], Sequence[Callback]]
@@ -118,12 +126,38 @@ class ComparisonPlan:
 
     def check_methods(self, data: Federation) -> int:
         """Validate all methods before the first one is trained, and return the size of the largest model."""
-        sizes = []
+        sizes, metrics = [], []
         for name, own_method in self.methods.items():
             config = self.configs[name, self.seeds[0]].model_copy(update={"target": self.target})
-            sizes.append(resolve_run(config, data, self.model, own_method).spec.size)
+            run = resolve_run(config, data, self.model, own_method)
+            sizes.append(run.spec.size)
+            metrics.append(run.metrics)
             check_given_set(config, own_method)
+        check_same_positive(metrics)
         return max(sizes)
+
+    def check_data_unchanged(self, keys: Sequence[tuple[str, int]]) -> None:
+        """Validate, before anything is trained, that finished runs used the same data; others do so when they resume.
+
+        Args:
+            keys: Method and seed of each run.
+
+        Raises:
+            ConfigError: If a finished run used other data.
+        """
+        loaded: tuple[DataSpec, int] | None = None
+        for key in keys:
+            folder, config = self.run_folder(*key), self.configs[key]
+            if folder is None or not is_finished(folder, config):
+                continue
+            if loaded != (config.data_spec, config.seed):
+                loaded = config.data_spec, config.seed
+                data = with_unseen_clients(self.federation or last.of(config), config)
+                content = stored_content(data)
+            try:
+                check_finished_data(read_summary(folder), data, content)
+            except CheckpointError as error:
+                raise ConfigError(f"{folder} cannot be reused. {error}") from error
 
     def with_references(self, data: Federation) -> tuple[ComparisonPlan, list[str]]:
         """Return the plan with the references that fit, which use the settings of one method, and notes on the others."""

@@ -129,11 +129,7 @@ class Comparison(NotebookTable):
 
     def notes(self) -> list[str]:
         """Return notes on the table: different numbers of rounds or weightings of clients, diverged runs."""
-        rounds = {name: summaries[0]["rounds"] for name, summaries in self.ranked.items()}
-        notes = list(self.left_out)
-        if len(set(rounds.values())) > 1:
-            each = ", ".join(f"{name} {count}" for name, count in rounds.items())
-            notes.append(f"The methods were trained for different numbers of rounds: {each}.")
+        notes = [*self.left_out, *rounds_notes(self)]
         if own := [name for name in self.ranked if not self.has_global_model(name)]:
             notes.append(f"No global model is trained by {', '.join(own)}: personal models are compared instead.")
         notes += weighting_notes(self)
@@ -149,7 +145,8 @@ class Comparison(NotebookTable):
     def rows(self) -> list[dict[str, Any]]:
         """Return one dictionary per method: means and standard deviations over seeds, as in the printed tables.
 
-        Only seeds in which a metric is defined count. The standard deviation of a single value is None.
+        Only seeds in which a metric is defined count; ``seeds_defined`` is their number for the objective. The standard
+        deviation of a single value is None.
 
         ``personal`` metrics are None for methods without personal models. In the rows of references, ``reference`` is
         true, traffic is None, and metrics of the global model are None for ``local``, whose ``client`` metrics are
@@ -162,7 +159,9 @@ class Comparison(NotebookTable):
             rounds = [first["round"] for first in reached if first is not None]
             row: dict[str, Any] = {"method": name, "seeds": len(summaries)}
             row |= {"client_weighting": summaries[0].get("client_weighting"), "reference": is_reference(name)}
+            row["global_model"] = self.has_global_model(name)
             row["diverged"] = sum(bool(s.get("diverged")) for s in summaries)
+            row["seeds_defined"] = len(usable_values(summaries, self.objective.name))
             row |= {key: summaries[0][key] for key in ("objective", "own_metrics", "positive") if key in summaries[0]}
             metrics = metric_keys(summaries[0])
             for key in (*averaged_keys(summaries[0]), *metrics):
@@ -246,6 +245,21 @@ class Comparison(NotebookTable):
         """
         curves = {name: runs for name, runs in self.histories.items() if self.has_global_model(name)}
         return plot_convergence(curves, path, self.objective, list(filter(is_reference, curves)))
+
+
+def rounds_notes(comparison: Comparison) -> list[str]:
+    """Return a note if methods were trained for different numbers of rounds in a seed, as after early stopping."""
+    rounds = {name: {run["seed"]: run["rounds"] for run in runs} for name, runs in comparison.ranked.items()}
+    by_seed: dict[int, set[int]] = {}
+    for seed, count in chain.from_iterable(own.items() for own in rounds.values()):
+        by_seed.setdefault(seed, set()).add(count)
+    counts = {name: sorted({*own.values()}) for name, own in rounds.items()}
+    if len({*map(tuple, counts.values())}) == 1 and all(len(different) == 1 for different in by_seed.values()):
+        return []
+    each = ", ".join(
+        f"{name} {' to '.join(map(str, dict.fromkeys([own[0], own[-1]])))}" for name, own in counts.items()
+    )
+    return [f"The methods were trained for different numbers of rounds: {each}."]
 
 
 WEIGHTINGS = {"samples": "by samples", "uniform": "equally", "computed": "with computed weights"}

@@ -9,6 +9,9 @@ from unskew.config.experiment import Experiment
 from unskew.config.metrics import metric_reference
 from unskew.config.paths import with_absolute_paths
 from unskew.errors import ConfigError, short_repr, unknown_name
+from unskew.runs.metrics import RunMetrics
+from unskew.tasks.primary_metric import ONE_CLASS
+from unskew.tasks.registry import changed_loss
 
 
 def overrides_by_method(each: Any, names: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -53,7 +56,7 @@ def check_same_data(configs: Iterable[Experiment]) -> None:
 
 
 def check_same_objective(configs: Iterable[Experiment]) -> None:
-    """Validate that all methods have the same objective.
+    """Validate that all methods have the same objective, which may be their loss.
 
     Args:
         configs: Configuration of each method.
@@ -61,6 +64,32 @@ def check_same_objective(configs: Iterable[Experiment]) -> None:
     Raises:
         ConfigError: If their objectives differ.
     """
+    configs = list(configs)
     texts = list(dict.fromkeys(metric_reference(config.objective) for config in configs))
     if len(texts) > 1:
         raise ConfigError(f"All methods of a comparison must have the same objective, not {' and '.join(texts)}.")
+    losses = {config.loss: changed_loss(config.loss) for config in configs}
+    different = [loss for loss, task in losses.items() if task != losses[configs[0].loss]]
+    if texts == ["loss"] and different:
+        raise ConfigError(
+            f"With objective=loss, all methods of a comparison must have the same loss, not {configs[0].loss} and "
+            f"{' and '.join(different)}. Use one loss, or another objective such as mae."
+        )
+
+
+def check_same_positive(metrics: Sequence[RunMetrics]) -> None:
+    """Validate that metrics that depend on the positive class have the same one in all methods.
+
+    Args:
+        metrics: Metrics of each method.
+
+    Raises:
+        ConfigError: If the positive classes differ.
+    """
+    names = [name for name in ONE_CLASS if any(name in of_method.computed.known for of_method in metrics)]
+    classes = list(dict.fromkeys(str(of_method.positive) for of_method in metrics))
+    if names and len(classes) > 1:
+        raise ConfigError(
+            f"All methods of a comparison must have the same positive class, on which {names[0]} depends, not "
+            f"{' and '.join(classes)}. Set positive to the same class for all of them."
+        )

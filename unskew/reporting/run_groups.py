@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +10,13 @@ from typing import Any
 from unskew.comparison.comparison_result import Comparison, default_target
 from unskew.comparison.references import is_reference
 from unskew.comparison.summary_statistics import is_usable_number
+from unskew.config.metrics import AUTO, is_custom_metric
+from unskew.data.spec import DataSpec
 from unskew.errors import CheckpointError
 from unskew.json_models import read_model
 from unskew.reporting.run_reader import RunFiles
-from unskew.tasks.primary_metric import MetricInfo, primary_metric_name
-from unskew.tasks.registry import client_metric, objective_metric
+from unskew.tasks.primary_metric import ONE_CLASS, MetricInfo, primary_metric_name
+from unskew.tasks.registry import changed_loss, client_metric, objective_metric
 
 PLACE = ("data", "partition", "clients", "server_data", "model")
 """Fields in the title of a group."""
@@ -26,10 +28,15 @@ SHARED = (
 """Fields that all runs of a group share: they determine the samples, their outcomes, and the model."""
 HOW = (
     *("seed", "method", "engine", "workers", "graphs", "stall_warning_seconds", "device", "trackers", "target"),
-    *("checkpoint_every", "save_samples", "base_run", "data_path", "server_data_path", "synthetic", "start_from"),
-    *("objective", "coefficients"),
+    *("checkpoint_every", "save_samples", "base_run", "data_path", "server_data_path", "objective", "coefficients"),
 )
 """Fields that may differ between the runs of one method."""
+INPUTS = ("start_from", "synthetic")
+"""Fields that may differ between the runs of one method with different seeds, because they name files of a seed."""
+METRICS = ("objective", "positive", "loss")
+"""Fields that define the metrics of a group."""
+CONTENT = ("partition_hash", "data_checksum")
+"""Entries of a summary that identify its samples."""
 
 
 @dataclass
@@ -100,35 +107,101 @@ class RunGroup:
 def group_runs(runs: Sequence[RunFiles]) -> tuple[list[RunGroup], list[str]]:
     """Group runs in the order of their first runs, and return notes on runs that were omitted."""
     notes: list[str] = []
-    groups: dict[str, dict[str, MethodRuns]] = {}
-    for run in runs:
-        part = _key({name: run.config.get(name) for name in SHARED}) + objective_metric(run.summary).name
-        rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW)}
-        method = run.summary["method"]
-        method_runs = groups.setdefault(part, {}).setdefault(method + _key(rest), MethodRuns(method, method))
-        twin = next((other for other in method_runs.runs if other.summary["seed"] == run.summary["seed"]), None)
-        if twin is None:
-            method_runs.runs.append(run)
-        else:
-            notes.append(f"{run.folder} is left out: {twin.folder} is the same run.")
     parts = []
-    for series in map(list, map(dict.values, groups.values())):
-        for method_runs in series:
-            method_runs.runs.sort(key=lambda run: run.summary["seed"])
+    for group in divide_runs(runs, _group_key, _have_other_data):
+        series = []
+        for versions in divide_runs(group, _method_key, _have_other_inputs):
+            distinct: dict[int, RunFiles] = {}
+            for run in versions:
+                twin = distinct.setdefault(run.summary["seed"], run)
+                if twin is not run:
+                    notes.append(f"{run.folder} is left out: {twin.folder} is the same run.")
+            method = versions[0].summary["method"]
+            series.append(MethodRuns(method, method, [distinct[seed] for seed in sorted(distinct)]))
         disambiguate_names(series)
         parts.append(RunGroup(_title(series[0].runs[0]), order_methods(series), _target(series)))
     return distinguish_titles(parts), notes
 
 
+def divide_runs(
+    runs: Sequence[RunFiles], key: Callable[[RunFiles], str], differ: Callable[[RunFiles, RunFiles], bool]
+) -> list[list[RunFiles]]:
+    """Divide runs into lists with the same key in which no two runs differ, in the order of their first runs.
+
+    Only runs with the same seed can be compared with certainty. A run that fits several lists is therefore added to one that
+    has its seed, otherwise to the one that was extended last, because the runs of a comparison are read together.
+
+    Args:
+        runs: Runs in the order in which they were read.
+        key: Function that returns the key of a run.
+        differ: Function that returns whether two runs with the same key differ.
+    """
+    lists: list[list[RunFiles]] = []
+    with_key: dict[str, list[list[RunFiles]]] = {}  # the list that was extended last is the first one
+    for run in runs:
+        known = with_key.setdefault(key(run), [])
+        fitting = [own for own in known if not any(differ(other, run) for other in own)]
+        same_seed = [own for own in fitting if any(other.summary["seed"] == run.summary["seed"] for other in own)]
+        chosen = next(iter(same_seed or fitting), None)
+        if chosen is None:
+            chosen = []
+            lists.append(chosen)
+        chosen.append(run)
+        with_key[key(run)] = [chosen, *(own for own in known if own is not chosen)]
+    return lists
+
+
+def _group_key(run: RunFiles) -> str:
+    """Return a key of everything that the runs of a group share: data, model, and the definition of the metrics."""
+    objective, given = objective_metric(run.summary).name, run.config.get("objective", AUTO)
+    positive = run.summary.get("positive") if any(name in run.summary for name in ONE_CLASS) else None
+    loss = changed_loss(str(run.config.get("loss", "auto"))) if objective == "loss" else None
+    custom = str(given) if is_custom_metric(str(given)) else None
+    return _key([{name: run.config.get(name) for name in SHARED}, objective, custom, positive, loss])
+
+
+def _have_other_data(run: RunFiles, other: RunFiles) -> bool:
+    """Return whether runs with the same seed and the same options of the data had different samples."""
+    if run.summary["seed"] != other.summary["seed"]:
+        return False
+    if all(run.summary.get(name) == other.summary.get(name) for name in CONTENT):
+        return False
+    names = [name for name in DataSpec.model_fields if name not in HOW]
+    return all(_key(run.config.get(name)) == _key(other.config.get(name)) for name in names)
+
+
+def _method_key(run: RunFiles) -> str:
+    """Return a key of the method with its options, and of whether the run continues another one."""
+    rest = {name: value for name, value in run.config.items() if name not in (*SHARED, *HOW, *INPUTS)}
+    return _key([run.summary["method"], rest, run.config.get("start_from") is None])
+
+
+def _have_other_inputs(run: RunFiles, other: RunFiles) -> bool:
+    """Return whether runs with the same seed continue different runs or use different synthetic images."""
+    same_seed = run.summary["seed"] == other.summary["seed"]
+    return same_seed and any(run.config.get(name) != other.config.get(name) for name in INPUTS)
+
+
 def distinguish_titles(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Return groups in which equal titles are followed by the fields in which the groups differ."""
-    distinct = []
-    for group in groups:
-        configs = [other.runs[0].config for other in groups if other.title == group.title]
-        names = [name for name in SHARED if len({_key(config.get(name)) for config in configs}) > 1]
-        fields = [f"{name}={plain_value(group.runs[0].config.get(name))}" for name in names]
-        distinct.append(replace(group, title=", ".join([group.title, *fields])))
-    return distinct
+    for names in (SHARED, METRICS, CONTENT):
+        values = [
+            {name: group.runs[0].config.get(name) if names == SHARED else _used(group.runs[0], name) for name in names}
+            for group in groups
+        ]
+        distinct = []
+        for group, own in zip(groups, values, strict=True):
+            same = [fields for fields, other in zip(values, groups, strict=True) if other.title == group.title]
+            differ = [name for name in names if len({_key(fields[name]) for fields in same}) > 1]
+            fields = [f"{name}={plain_value(own[name])}" for name in differ]
+            distinct.append(replace(group, title=", ".join([group.title, *fields])))
+        groups = distinct
+    return [*groups]
+
+
+def _used(run: RunFiles, name: str) -> object:
+    """Return the value of a field that a run has used, otherwise the configured one."""
+    return run.summary[name] if name in run.summary and name != "loss" else run.config.get(name)
 
 
 def _key(value: object) -> str:
@@ -143,12 +216,21 @@ def disambiguate_names(series: Sequence[MethodRuns]) -> None:
     for method in {method_runs.method for method_runs in series}:
         same = [method_runs for method_runs in series if method_runs.method == method]
         configs = [method_runs.runs[0].config for method_runs in same]
-        names = sorted({name for config in configs for name in config} - {*SHARED, *HOW})
+        names = sorted({name for config in configs for name in config} - {*SHARED, *HOW, *INPUTS})
         differ = [name for name in names if len({_key(config.get(name)) for config in configs}) > 1]
-        for method_runs in same:
-            config = method_runs.runs[0].config
-            differences = ", ".join(f"{name}={plain_value(config.get(name))}" for name in differ)
-            method_runs.label = f"{method} ({differences})" if differences else method
+        texts = [[f"{name}={plain_value(config.get(name))}" for name in differ] for config in configs]
+        if len({*map(tuple, texts)}) < len(texts):
+            for name in INPUTS:
+                values = [_values_of(method_runs, name) for method_runs in same]
+                if len({*values}) > 1:
+                    texts = [[*own, f"{name}={value}"] for own, value in zip(texts, values, strict=True)]
+        for method_runs, own in zip(same, texts, strict=True):
+            method_runs.label = f"{method} ({', '.join(own)})" if own else method
+
+
+def _values_of(method_runs: MethodRuns, name: str) -> str:
+    """Return the different values of a field in the runs of a method."""
+    return " and ".join(dict.fromkeys(plain_value(run.config.get(name)) for run in method_runs.runs))
 
 
 def plain_value(value: object) -> str:

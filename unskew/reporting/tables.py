@@ -204,13 +204,13 @@ def difference_table(part: RunGroup) -> Table | None:
     for base, others in summaries.items():
         own_rows, tests = [], []
         for label, own in summaries.items():
-            pairs = pairs_by_seed(own, others)
-            if label == base or not pairs:
+            if label == base or not pairs_by_seed(own, others):
                 continue
-            own_rows.append([Cell(label), Cell(base), number_cell(len(pairs), 0)])
-            for name in names:
-                tests.append(paired_differences(own, others, name))
-                own_rows[-1] += _difference(judge, tests[-1])
+            differences = [paired_differences(own, others, name) for name in names]
+            own_rows.append([Cell(label), Cell(base), _seeds_cell(*map(len, differences))])
+            for values in differences:
+                own_rows[-1] += _difference(judge, values)
+            tests += differences
         for offset, at in enumerate((5, 8)):  # each column is a family of tests
             p_values = [paired_p(values) for values in tests[offset :: len(names)]]
             corrected = iter(holm([p for p in p_values if p is not None]))
@@ -246,6 +246,11 @@ def benefit_tables(benefit: Benefit) -> tuple[Table, Table]:
     caption = f"{title}, client by client"
     one_by_one = Table("benefit of clients", caption, [*clients[0]], cells[1], 1, groups, "clients")
     return Table("benefit", title, [*overview[0]], cells[0]), one_by_one
+
+
+def _seeds_cell(last: int, best: int) -> Cell:
+    """Return the number of seeds with a difference of the last round, and that of the best round if it differs."""
+    return number_cell(last, 0) if last == best else Cell(f"{last}, best {best}", last)
 
 
 def _difference(judge: MetricInfo, values: Sequence[float]) -> list[Cell]:

@@ -211,7 +211,7 @@ def secret_key(
         return None
     fields = without_data_locations(config.model_dump(mode="json", exclude={*RESUMABLE} - {"rounds"}))
     initial = zlib.crc32(spec.flatten().cpu().numpy().tobytes())
-    scope = json.dumps([fields, data_identity(prepared), stored_content(prepared), initial], sort_keys=True)
+    scope = json.dumps([fields, data_identity(prepared), stored_content(prepared.federation), initial], sort_keys=True)
     if folder is None:
         return SecretKey().within(scope)
     path, metrics = folder / KEY_FILE, folder / "metrics.jsonl"

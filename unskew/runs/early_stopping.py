@@ -102,26 +102,34 @@ class EarlyStopping:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """First row with the best objective, or None."""
-        return max(self._rows, key=lambda row: self.objective.rank(float(row[self.score])), default=None)
+        """First row with the best objective; None if it is not finite in any."""
+        finite = [row for row in self._rows if row[self.score] is not None]
+        return max(finite, key=lambda row: self.objective.rank(float(row[self.score])), default=None)
 
     @property
     def should_stop(self) -> bool:
-        """Return whether the last ``early_stopping`` evaluations brought no improvement."""
+        """Return whether the last ``early_stopping`` evaluations brought no improvement.
+
+        An objective that is not finite is no improvement.
+        """
         if self.config.early_stopping is None:
             return False
         rows, best = self._rows, self.best
-        return best is not None and len(rows) - 1 - rows.index(best) >= self.config.early_stopping
+        since = rows if best is None else rows[rows.index(best) + 1 :]
+        return len(since) >= self.config.early_stopping
 
     @property
     def _rows(self) -> list[dict[str, Any]]:
-        return [row for row in self.history[self.before :] if row.get(self.score) is not None]
+        """Rows of the evaluated rounds."""
+        return [row for row in self.history[self.before :] if self.score in row]
 
     def summary(self) -> dict[str, Any]:
         """Return the best round on held-out samples, its test metrics, and the configured number of rounds."""
         best = self.best
-        if not self.selects or best is None:
+        if not self.selects:
             return {}
+        if best is None:
+            return {"max_rounds": self.config.rounds}
         judging = {metric.name: best[metric.name] for metric in self.metrics.judging}
         return {
             "validation_round": best["round"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import zlib
+from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from unskew.config.experiment import Experiment
 from unskew.config.loader import load_yaml
 from unskew.config.paths import without_data_locations
 from unskew.config.trust import is_registered_method
-from unskew.data.federation import ArrayClients
+from unskew.data.federation import ArrayClients, Federation
 from unskew.data.validation import to_float32
 from unskew.errors import CheckpointError, ConfigError
 from unskew.filesystem import check_plain
@@ -141,15 +142,15 @@ def data_identity(prepared: PreparedData) -> str:
     return f"partition {partition}, sizes {sizes}, test {len(federation.test[1])}, {server=}{synthetic}"
 
 
-def stored_content(prepared: PreparedData) -> str:
-    """Return a checksum of training and test data; empty if clients are loaded one by one or memory-mapped."""
-    federation = prepared.federation
-    clients = federation.clients
+def stored_content(federation: Federation) -> str:
+    """Return a checksum of all samples; empty if clients are loaded one by one or memory-mapped."""
+    clients, unseen = federation.clients, federation.unseen
     if not isinstance(clients, ArrayClients) or clients.mapped:
         return ""
     crc = 0
     server = () if federation.server is None else (federation.server.x, federation.server.y)
-    for part in chain(clients.inputs(), (clients.y, *federation.test), server):
+    others = chain(unseen.inputs(), (unseen.y,)) if isinstance(unseen, ArrayClients) else ()
+    for part in chain(clients.inputs(), (clients.y, *federation.test), server, others):
         rows = to_float32(part.permute(0, 2, 3, 1) if part.dim() == 4 else part)  # memory layout of images
         raw: Any = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         crc = zlib.crc32(raw, crc)
@@ -167,7 +168,26 @@ def check_data(extra: dict[str, Any], prepared: PreparedData, content: str) -> N
     Raises:
         CheckpointError: If the data differ from those of the run.
     """
-    before, now = (extra["data"], extra.get("content")), (data_identity(prepared), content)
+    _check_equal((extra["data"], extra.get("content")), (data_identity(prepared), content))
+
+
+def check_finished_data(summary: Mapping[str, Any], federation: Federation, content: str) -> None:
+    """Validate that a finished run used the same data.
+
+    Args:
+        summary: Summary of the run.
+        federation: Data before the method changes them.
+        content: Checksum of these data, from ``stored_content``.
+
+    Raises:
+        CheckpointError: If the data differ from those of the run.
+    """
+    before = f"partition {summary.get('partition_hash')}", summary.get("data_checksum")
+    _check_equal(before, (f"partition {federation.fingerprint}", content))
+
+
+def _check_equal(before: tuple[str, str | None], now: tuple[str, str]) -> None:
+    """Validate that the identity of the data and their checksum, if it is known, have not changed."""
     if before[0] != now[0] or before[1] not in (None, now[1]):
         texts = [f"{identity}, content {content}" for identity, content in (now, before)]
         raise CheckpointError(

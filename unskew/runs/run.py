@@ -181,8 +181,7 @@ def _execute(
     if config.coefficients and folder is None:
         raise ConfigError("coefficients are written to the run folder. Pass a run folder as out.")
     original = load_federation_for(config, callbacks) if federation is None else federation
-    if federation is not None and config.unseen and not federation.unseen:
-        original = split_federation(federation, config.unseen, config.seed)
+    original = with_unseen_clients(original, config)
     notify_loaded(callbacks, original)
     original = apply_task_options(original, config.loss, config.class_weights)
     run = resolve_run(config, original, model, method)
@@ -208,6 +207,18 @@ def load_federation_for(config: Experiment, callbacks: Sequence[Callback]) -> Fe
 
     with report_progress_to(follow):
         return federation_of(config.data_spec, config.seed)
+
+
+def with_unseen_clients(federation: Federation, config: Experiment) -> Federation:
+    """Return the data with the unseen clients of a run, if they were passed without them.
+
+    Args:
+        federation: Data of all clients.
+        config: Configuration of the run.
+    """
+    if not config.unseen or federation.unseen:
+        return federation
+    return split_federation(federation, config.unseen, config.seed)
 
 
 def notify_loaded(callbacks: Sequence[Callback], federation: Federation) -> None:

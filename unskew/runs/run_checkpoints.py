@@ -31,13 +31,14 @@ class RunCheckpoints:
     Attributes:
         saved: Number of rounds of the newest checkpoint.
         before: Number of rounds of the run ``start_from``.
+        content: Function that returns the checksum of the training data after the data rules of the method.
     """
 
     def __init__(self, parts: RunParts, best: BestModelKeeper):
         self.parts = parts
         self.best = best
         self.saved = self.before = 0
-        self._content = lru_cache(partial(stored_content, parts.prepared))
+        self.content = lru_cache(partial(stored_content, parts.prepared.federation))
 
     def save(self, done: int) -> bool:
         """Write a checkpoint after ``done`` rounds and return whether it was missing."""
@@ -49,7 +50,7 @@ class RunCheckpoints:
             "seconds": parts.recorder.seconds,
             "config": parts.config.model_dump(mode="json"),
             "data": data_identity(parts.prepared),
-            "content": self._content(),
+            "content": self.content(),
             "frozen": parts.spec.frozen,
             "delays": parts.network.delays.identity,
             "before": self.before,
@@ -88,7 +89,7 @@ class RunCheckpoints:
         extra, done = manifest["extra"], int(manifest["round"])
         check_same(extra["config"], parts.config)
         check_target_rounds(extra["config"].get("rounds"), done, parts.config)
-        check_data(extra, parts.prepared, self._content())
+        check_data(extra, parts.prepared, self.content())
         check_frozen(extra, parts.spec)
         if extra.get("delays", "") != parts.network.delays.identity:
             raise CheckpointError("The delay trace has changed since the run started. Resume it with the same file.")

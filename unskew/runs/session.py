@@ -23,6 +23,7 @@ from unskew.runs.early_stopping import BestModelKeeper, EarlyStopping
 from unskew.runs.final_evaluation import evaluate_final_model
 from unskew.runs.input_spec import input_spec_of
 from unskew.runs.predictor import final_predictor
+from unskew.runs.resume import stored_content
 from unskew.runs.run_checkpoints import RunCheckpoints
 from unskew.runs.simulated_clients import SimulatedClients
 from unskew.runs.summary import add_rule_fields, counted_class_names, kept_metrics, summarize
@@ -130,8 +131,19 @@ class Session:
             self.recorder.close()
         client_scores |= self.stopping.summary() | final_results.fields | best | omitted
         who = () if attackers is None else attackers.clients
+        original = self.evaluator.federation
+        content = self.checkpoints.content() if original is parts.prepared.federation else stored_content(original)
         summary = summarize(
-            config, parts.prepared, self.server, self.recorder, client_scores, choice, parts.metrics, who, closing
+            config,
+            parts.prepared,
+            content,
+            self.server,
+            self.recorder,
+            client_scores,
+            choice,
+            parts.metrics,
+            who,
+            closing,
         )
         if parts.folder is not None:
             self.recorder.check_folder()

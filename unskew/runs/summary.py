@@ -36,6 +36,7 @@ MOST_CLIENTS, MOST_CLASSES = 10_000, 1000
 def summarize(
     config: Experiment,
     prepared: PreparedData,
+    content: str,
     server: Server,
     recorder: Recorder,
     client_scores: dict[str, Any],
@@ -49,6 +50,7 @@ def summarize(
     Args:
         config: Configuration of the run.
         prepared: Training data after the data rules of the method.
+        content: Checksum of the data before these rules.
         server: Server after the last round.
         recorder: Recorder with all rounds.
         client_scores: Metrics over clients, and those of early stopping.
@@ -75,6 +77,7 @@ def summarize(
         "data": federation.name,
         "partition": federation.partition,
         "partition_hash": federation.fingerprint,
+        "data_checksum": content,
         "clients": len(federation.clients),
         "seed": config.seed,
         "rounds": len(recorder.history),

@@ -110,15 +110,19 @@ def missing_text(value: float | None) -> str:
 
 
 def method_title(row: Mapping[str, Any]) -> str:
-    """Return the method of a comparison row for tables, with the number of diverged runs.
+    """Return the method of a comparison row for tables, with the numbers of diverged runs and of those with a value.
 
     >>> method_title({"method": "fedavg", "seeds": 3, "diverged": 2})
     'fedavg (2 of 3 diverged)'
+    >>> method_title({"method": "fedavg", "seeds": 3, "seeds_defined": 2})
+    'fedavg (value in 2 of 3 seeds)'
     """
     count, seeds = row.get("diverged", 0), row["seeds"]
-    if not count:
-        return str(row["method"])
-    return f"{row['method']} ({'diverged' if seeds == 1 else f'{count} of {seeds} diverged'})"
+    defined = row.get("seeds_defined", seeds)
+    notes = ["diverged" if seeds == 1 else f"{count} of {seeds} diverged"] if count else []
+    if 0 < defined < seeds:
+        notes.append(f"value in {defined} of {seeds} seeds")
+    return f"{row['method']} ({', '.join(notes)})" if notes else str(row["method"])
 
 
 def format_percent(value: float | None, spread: float | None = None) -> str:

@@ -85,3 +85,17 @@ def has_loss(task: Task, loss: str) -> bool:
     (True, False)
     """
     return loss.partition(":")[:2] in [option.partition(":")[:2] for option in task.loss_options]
+
+
+def changed_loss(loss: str) -> Task | None:
+    """Return the task that an option changes; None if its loss stays the default. Equal results mean equal losses.
+
+    Args:
+        loss: Value of the option ``loss``.
+
+    >>> changed_loss("auto"), changed_loss("mse"), changed_loss("huber:1.0") == changed_loss("huber")
+    (None, None, True)
+    """
+    task = next((task for task in TASKS.values() if has_loss(task, loss)), None)
+    changed = None if task is None else task.with_loss(loss)
+    return None if changed == task else changed

@@ -29,7 +29,7 @@ from unskew.runs.api_arguments import config_from_arguments, model_object
 from unskew.runs.build_model import ModelLike
 from unskew.runs.parallel import MOST, check_parallel, num_parallel_runs, run_jobs, run_on_cluster, stacks_runs
 from unskew.runs.process_pool import Job, raise_if_unpicklable
-from unskew.runs.resume import RESUMABLE
+from unskew.runs.resume import RESUMABLE, stored_content
 from unskew.tuning.results import TunedMethod, TuningResult, best_of_trials, write_results
 from unskew.tuning.spaces import canonical_expression, user_spaces
 from unskew.tuning.study import database, optuna_library
@@ -38,6 +38,8 @@ from unskew.tuning.trial_runner import Follow, TuningPlan, finish_trials, make_t
 MOST_TRIALS = 10_000
 MACHINE = {*RESUMABLE} - {"rounds", "trackers", "target", "save_samples", "base_run"}
 """Fields that may change when tuning is resumed, because they do not change the numbers."""
+CHECKSUM = "data_checksum"
+"""Entry of ``plan.json`` with the checksum of the data."""
 PATIENCE = 30 * 86_400.0
 """Seconds to wait while another process runs the comparison."""
 
@@ -215,7 +217,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
     config = {k: v for k, v in without_data_locations(plan.config.model_dump(mode="json")).items() if k not in MACHINE}
     space = {key: str(value) for key, value in plan.given.items()}
     options = {"methods": plan.methods, "trials": plan.trials, "seeds": seeds, "pruning": plan.pruning, "space": space}
-    options = json.loads(json.dumps(options | config))
+    options = json.loads(json.dumps(options | config | {CHECKSUM: stored_content(plan.data)}))
     path = folder / "plan.json"
     with file_lock(folder / ".plan", 60.0):
         if not path.exists():
@@ -225,6 +227,11 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
     if differing:
         key = differing[0]
+        if key == CHECKSUM:
+            raise ConfigError(
+                f"The data differ from those of the tuning in {folder} (content {options[key]} instead of "
+                f"{before.get(key)}). Continue with the same data and library versions, or choose another folder with --out."
+            )
         raise ConfigError(
             f"{folder} contains a tuning with {key}={before.get(key)}, not {options.get(key)}. Use the same settings, or "
             "choose another folder with --out."
