@@ -82,7 +82,9 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
         assert summary["bytes"] == result.summary["bytes_up"] + result.summary["bytes_down"]
         np.testing.assert_allclose(curve, [row["accuracy"] for row in result.history], rtol=1e-4)
     configured = stored[Unit("few", "fedavg", 1)]
-    assert configured["options"]["lr"] == 0.1
+    assert configured["options"] == {"lr": 0.1, "local_steps": 2, "batch_size": 64}  # not the 16 of the suite's space
+    result = unskew.run(**SETTINGS, method="fedavg", seed=1)
+    assert configured["summaries"][0]["accuracy"] == pytest.approx(result.summary["accuracy"], rel=1e-4)
 
     tuned = stored[Unit("few", "fedavg", 2)]["options"]
     fields = {**SETTINGS, **tuned}
@@ -121,18 +123,23 @@ def test_seeds_that_end_at_different_rounds_and_references_of_other_local_work(s
     """The tuned epochs replace the configured steps; curves have a value for each round of any seed."""
     pytest.importorskip("optuna")
     values = yaml.safe_load(suite_file.read_text())
-    changes = {"methods": ["fedavg"], "trials": 1, "space": {"local_epochs": "1:3"}, "federations": ["few.yaml"]}
+    changes = {"methods": ["fedavg"], "trials": 3, "space": {"local_epochs": "1:3"}, "untuned": []}
+    changes["federations"] = ["few.yaml"]
     settings = {"early_stopping": 1, "rounds": 8, "lr": 0.5, "network": {"drop": 0.4}}
-    suite_file.write_text(yaml.safe_dump({**values, **changes, "settings": settings}))
+    suite_file.write_text(yaml.safe_dump({**values, **changes}))
+    few = suite_file.parent / "few.yaml"
+    few.write_text(yaml.safe_dump({**yaml.safe_load(few.read_text()), "settings": {**SETTINGS, **settings}}))
     first = call(capsys, "benchmark", suite_file, "--results", tmp_path / "results")
     assert first.code == 0, first.err
     assert "does not apply" not in first.out
     runs = SuiteRuns(*load_suite(str(suite_file)), tmp_path / "results")
     assert [unit.method for unit in runs.units()] == ["fedavg", "pooled", "local"]
     stored = runs.stored()
-    tuned = stored[Unit("few", "fedavg", 1)]
+    tuned = stored[Unit("few", "fedavg", 3)]
+    assert "local_epochs" in tuned["options"]
     fields = {name: value for name, value in {**SETTINGS, **settings}.items() if name != "local_steps"}
     histories = [unskew.run(**{**fields, **tuned["options"], "seed": seed}).history for seed in (1, 2)]
+    assert len({*map(len, histories)}) == 2
     assert tuned["rounds"] == list(range(1, max(map(len, histories)) + 1))
     for history, curve, sent in zip(histories, tuned["curves"], tuned["bytes"], strict=True):
         rest = [None] * (len(tuned["rounds"]) - len(history))

@@ -346,7 +346,7 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any], folder: Path) -> 
         trials=unit.trials,
         seeds=suite.seeds,
         seed=suite.tuning_seed,
-        search_space=own_space(suite, unit.method),
+        search_space={} if unit.trials == 1 else own_space(suite, unit.method),
         references=False,
         out=folder,
         resume=True,
@@ -386,9 +386,7 @@ def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome
     return {"personal": False, "options": options, **results_of_runs(summaries, histories)}
 
 
-def results_of_runs(
-    summaries: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[dict[str, Any]]]
-) -> Outcome:
+def results_of_runs(summaries: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
     """Return the metrics, curves and traffic of runs with different seeds, rounded to five digits.
 
     Metrics are those of the kept model. Curves have a value for each round that was evaluated with any seed, None where a
