@@ -29,8 +29,8 @@ from unskew.simulation.traffic import slice_bytes
 PERIOD = 10
 """Number of rounds after which the messages of a method repeat, such as slices that are exchanged every tenth round."""
 MOST_ROUNDS = 2 * PERIOD
-"""Runs with more rounds are measured with fewer, of which the last period stands for the others. If clients miss rounds, there
-is a period more, because a client's first message may differ."""
+"""Runs with more rounds are measured with fewer, of which the last period stands for the others. If clients miss rounds, a
+period more is measured, because a client's first message may differ."""
 MOST_CLIENTS = 100
 """Largest number of clients of the measured run."""
 COHORT, WORK = 10, 10**7
