@@ -43,7 +43,12 @@ def mean_and_interval(mean: float, interval: tuple[float, float], metric: Metric
 
 
 def signed(difference: Difference | None, metric: MetricInfo) -> str:
-    """Format a difference: in bold if decided, with the interval; a hyphen if there is none."""
+    """Format a difference: in bold if decided, with the interval; a hyphen if there is none.
+
+    Args:
+        difference: Difference in points, or None.
+        metric: Metric of the difference.
+    """
     if difference is None:
         return "-"
     text = mean_and_interval(difference.mean, (difference.low, difference.high), metric)
