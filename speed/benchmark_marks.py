@@ -209,7 +209,7 @@ def _difference(results: FederationResults, view: View, method: str, other: str 
 
 def _mean_and_std(results: FederationResults, view: View, method: str) -> str:
     values = results.values(view).get(method)
-    return "diverged" if values is None else mean_and_std(values)
+    return "diverged" if values is None else mean_and_std(values, results.metric)
 
 
 def _cell(difference: Difference | None, tested: bool = True) -> str:

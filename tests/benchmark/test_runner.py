@@ -14,10 +14,10 @@ from unskew.benchmark.pages import write_pages
 from unskew.benchmark.results import FederationResults, read_results
 from unskew.benchmark.runner import SuiteRuns, Unit, own_space, results_of_runs
 from unskew.benchmark.suite import BenchmarkFederation, included, load_suite
-from unskew.benchmark.tables import tuning_table
+from unskew.benchmark.tables import federation_table, overview_table, tuning_table
 from unskew.errors import ConfigError
 from unskew.folder_locks import folder_lock
-from unskew.reproduction.outcomes import append_outcome, identity_hash
+from unskew.reproduction.outcomes import append_outcome, identity_hash, stored_outcomes
 from unskew.tuning.trial_runner import TrialReporter
 
 SETTINGS = {
@@ -82,7 +82,9 @@ def test_suite_runs_once_and_its_numbers_are_those_of_single_runs(suite_file, tm
         assert summary["bytes"] == result.summary["bytes_up"] + result.summary["bytes_down"]
         np.testing.assert_allclose(curve, [row["accuracy"] for row in result.history], rtol=1e-4)
     configured = stored[Unit("few", "fedavg", 1)]
-    assert configured["options"]["lr"] == 0.1
+    assert configured["options"] == {"lr": 0.1, "local_steps": 2, "batch_size": 64}  # not the 16 of the suite's space
+    result = unskew.run(**SETTINGS, method="fedavg", seed=1)
+    assert configured["summaries"][0]["accuracy"] == pytest.approx(result.summary["accuracy"], rel=1e-4)
 
     tuned = stored[Unit("few", "fedavg", 2)]["options"]
     fields = {**SETTINGS, **tuned}
@@ -121,18 +123,23 @@ def test_seeds_that_end_at_different_rounds_and_references_of_other_local_work(s
     """The tuned epochs replace the configured steps; curves have a value for each round of any seed."""
     pytest.importorskip("optuna")
     values = yaml.safe_load(suite_file.read_text())
-    changes = {"methods": ["fedavg"], "trials": 1, "space": {"local_epochs": "1:3"}, "federations": ["few.yaml"]}
+    changes = {"methods": ["fedavg"], "trials": 3, "space": {"local_epochs": "1:3"}, "untuned": []}
+    changes["federations"] = ["few.yaml"]
     settings = {"early_stopping": 1, "rounds": 8, "lr": 0.5, "network": {"drop": 0.4}}
-    suite_file.write_text(yaml.safe_dump({**values, **changes, "settings": settings}))
+    suite_file.write_text(yaml.safe_dump({**values, **changes}))
+    few = suite_file.parent / "few.yaml"
+    few.write_text(yaml.safe_dump({**yaml.safe_load(few.read_text()), "settings": {**SETTINGS, **settings}}))
     first = call(capsys, "benchmark", suite_file, "--results", tmp_path / "results")
     assert first.code == 0, first.err
     assert "does not apply" not in first.out
     runs = SuiteRuns(*load_suite(str(suite_file)), tmp_path / "results")
     assert [unit.method for unit in runs.units()] == ["fedavg", "pooled", "local"]
     stored = runs.stored()
-    tuned = stored[Unit("few", "fedavg", 1)]
+    tuned = stored[Unit("few", "fedavg", 3)]
+    assert "local_epochs" in tuned["options"]
     fields = {name: value for name, value in {**SETTINGS, **settings}.items() if name != "local_steps"}
     histories = [unskew.run(**{**fields, **tuned["options"], "seed": seed}).history for seed in (1, 2)]
+    assert len({*map(len, histories)}) == 2
     assert tuned["rounds"] == list(range(1, max(map(len, histories)) + 1))
     for history, curve, sent in zip(histories, tuned["curves"], tuned["bytes"], strict=True):
         rest = [None] * (len(tuned["rounds"]) - len(history))
@@ -304,3 +311,95 @@ def test_best_method_is_one_that_is_better_than_the_tuned_baseline(fedprox, best
     cells = dict(zip(header, row, strict=True))
     assert cells["best method"] == best
     assert (cells["to tuned"] == "-") is (best == "-")
+
+
+FEW = BenchmarkFederation(name="few", title="Few", kind="controlled", source="", settings={})
+
+
+def outcome_of(objective, curves, closing=None, **fields):
+    """Return the outcome of runs whose metric has these values in each round, with 10 bytes per round.
+
+    Args:
+        objective: Name of the metric.
+        curves: Values of each seed.
+        closing: Value of each seed after a closing step that sends 5 bytes; None without one.
+        **fields: Further fields of the summaries.
+    """
+    histories = [
+        [{"round": t, objective: value, "bytes_up": 10 * t, "bytes_down": 0} for t, value in enumerate(curve, 1)]
+        for curve in curves
+    ]
+    summaries = []
+    for curve, last in zip(curves, closing or [None] * len(curves), strict=True):
+        after = {} if last is None else {f"{objective}_before_closing": curve[-1]}
+        sent = 10 * len(curve) + (0 if last is None else 5)
+        values = {"objective": objective, objective: curve[-1] if last is None else last, **after}
+        summaries.append({**values, "bytes_up": sent, "bytes_down": 0, **fields})
+    return {"personal": False, "options": {}, **results_of_runs(summaries, histories)}
+
+
+@pytest.mark.parametrize("direction", ["lower", "higher"])
+def test_the_direction_of_a_custom_metric_is_stored_and_orders_methods(direction, tmp_path):
+    """Costs of 0.0123 and 0.0121 instead of 0.01: a custom metric is a plain number, of which 0.0002 is visible."""
+    own = {"own_metrics": {"cost": direction, "other": "lower"}}
+    outcomes = {
+        "fedavg": outcome_of("cost", [[0.012, 0.0124], [0.012, 0.0122]], **own),
+        "fedprox": outcome_of("cost", [[0.0111, 0.0122], [0.0111, 0.012]], **own),
+        "scaffold": outcome_of("cost", [[0.013, 0.0121], [0.013, 0.0119]], **own),
+    }
+    for name, outcome in outcomes.items():
+        run = {"benchmark": 1, "federation": "few", "method": name, "seeds": [1, 2]}
+        append_outcome(tmp_path, "few", run, outcome)
+    stored = {own.outcome["run"]["method"]: own.outcome for own in stored_outcomes(tmp_path).values()}
+    assert {name: outcome["own_metrics"] for name, outcome in stored.items()} == {
+        name: {"cost": direction} for name in outcomes
+    }
+    results = FederationResults(FEW, stored, {"fedavg": stored["scaffold"]}, "fedavg")
+    sign = -1 if direction == "lower" else 1
+    gains = {name: difference.mean for name, difference in results.differences("global").items()}
+    assert gains == {"fedprox": pytest.approx(sign * -0.0002), "scaffold": pytest.approx(sign * -0.0003)}
+    assert results.tuning_gain("global").mean == pytest.approx(sign * 0.0003)
+    assert results.cost("fedprox").rounds == (1 if direction == "lower" else None)
+
+    title, _, rows = federation_table(results)
+    assert ("lower is better" in title) is (direction == "lower")
+    assert rows[0][1] == "0.0123 ± 0.0001"
+    assert rows[1][2].startswith("+0.0002" if direction == "lower" else "-0.0002")
+    _, header, rows = overview_table([results], ["fedprox", "scaffold"], "global")
+    table = [dict(zip(header, row, strict=True)) for row in rows]
+    best_first = ["`scaffold`", "`fedprox`"] if direction == "lower" else ["`fedprox`", "`scaffold`"]
+    assert [row["method"] for row in table] == best_first
+    assert [row["mean rank"] for row in table] == (["1.0", "2.0"] if direction == "lower" else ["2.0", "3.0"])
+    assert tuning_table([results])[2][0][4] == ("`scaffold`" if direction == "lower" else "-")
+
+
+def test_outcomes_of_built_in_metrics_have_no_direction():
+    assert "own_metrics" not in outcome_of("accuracy", [[0.5], [0.6]], own_metrics={"cost": "lower"})
+
+
+def test_differences_of_other_units_have_no_mean_over_federations():
+    accuracy = {name: outcome_of("accuracy", [[v], [v]]) for name, v in (("fedavg", 0.5), ("a", 0.6), ("b", 0.62))}
+    loss = {name: outcome_of("mae", [[v], [v]]) for name, v in (("fedavg", 900.0), ("a", 800.0), ("b", 850.0))}
+    results = [FederationResults(FEW, outcomes, {}, "fedavg") for outcomes in (accuracy, loss)]
+    _, header, rows = overview_table(results, ["a", "b"], "global")
+    table = {row[0]: dict(zip(header, row, strict=True)) for row in rows}
+    assert {(row["mean difference (95 %)"], row["median"], row["mean rank"]) for row in table.values()} == {
+        ("-", "-", "1.5")
+    }
+    _, _, rows = overview_table(results[1:], ["a", "b"], "global")
+    assert [row[5] for row in rows] == ["+100.00", "+50.00"]
+
+
+def test_cost_includes_the_closing_step():
+    """FedAvg ends with 0.6, which the other method reaches in one seed in round 2, and in the other one after the step."""
+    outcomes = {
+        "fedavg": outcome_of("accuracy", [[0.5, 0.6], [0.5, 0.6]]),
+        "ccvr": outcome_of("accuracy", [[0.4, 0.6], [0.4, 0.5]], closing=[0.7, 0.6]),
+        "worse": outcome_of("accuracy", [[0.4, 0.5], [0.4, 0.5]], closing=[0.7, 0.55]),
+    }
+    assert outcomes["fedavg"]["rounds"] == [1, 2]
+    assert outcomes["ccvr"]["rounds"] == [1, 2, 2]
+    assert outcomes["ccvr"]["curves"] == [[0.4, 0.6, 0.7], [0.4, 0.5, 0.6]]
+    results = FederationResults(FEW, outcomes, {}, "fedavg")
+    assert (results.cost("ccvr").rounds, results.cost("ccvr").bytes) == (2, (20 + 25) / 2)
+    assert results.cost("worse").rounds is None

@@ -399,3 +399,54 @@ def test_the_traffic_estimate_counts_the_candidates_of_power_of_choice(name):
     each = estimate_traffic(setting, method(name))[1]
     summary = unskew.run(fed, method=name, rounds=4, engine="inline", **values).summary
     assert each == (summary["bytes_up"] + summary["bytes_down"]) / 4
+
+
+TINY_RUN = {"model": "mlp", "model_options": {"hidden": [8]}, "local_steps": 1, "batch_size": 8, "lr": 0.05}
+
+
+def estimated_and_sent(federation, name, **values):
+    """Return the estimated bytes of a run, and those that the run has sent."""
+    values = {**TINY_RUN, **values}
+    setting = unskew.diagnose(federation, **values, curvature=False, samples=6).setting
+    before, each = estimate_traffic(setting, method(name))
+    summary = unskew.run(federation, method=name, engine="inline", **values).summary
+    return before + each * values["rounds"], summary["bytes_up"] + summary["bytes_down"]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("fedavg", "fedfomo", "fedals:alpha=4", "ccvr", "int8:down=true", "topk:down=true", "floco:endpoints=8"),
+        *("vhl:per_class=3", "feddm:server_epochs=1,image_lr=0.1", "ifca", "scaffold"),
+    ],
+)
+def test_the_estimated_traffic_is_that_of_a_run(name):
+    """Also if messages depend on the number of clients, on missed rounds, on classes, or follow the last round."""
+    estimated, sent = estimated_and_sent(blobs([16, 30, 12, 24, 18, 16, 15, 21]), name, rounds=6, participation=0.5)
+    assert estimated == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedals", "fedfomo", "ccvr"])
+def test_the_estimated_traffic_of_many_rounds_is_that_of_a_run(name):
+    estimated, sent = estimated_and_sent(blobs([16] * 7), name, rounds=33)
+    assert estimated == pytest.approx(sent)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedfomo:models=3", "floco:endpoints=15"])
+def test_the_estimated_traffic_of_many_clients_is_that_of_a_run(name):
+    """One of the methods needs more clients than the estimate counts."""
+    estimated, sent = estimated_and_sent(blobs([16] * 15), name, rounds=3)
+    assert estimated == pytest.approx(sent)
+
+
+def test_a_method_whose_traffic_cannot_be_estimated_does_not_end_the_advice(report, monkeypatch):
+    def failing(setting, chosen):
+        if chosen.name == "scaffold":
+            raise KeyError("y")
+        return estimate_traffic(setting, chosen)
+
+    monkeypatch.setattr("unskew.diagnosis.advice.estimate_traffic", failing)
+    advice = report.advice(traffic="100MB")
+    reasons = {entry.method: entry.reason for entry in advice.excluded}
+    assert reasons["scaffold"] == "Its traffic could not be estimated (KeyError): 'y'"
+    assert advice.suggestions

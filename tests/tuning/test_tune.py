@@ -10,6 +10,7 @@ import sqlite3
 import struct
 import sys
 from dataclasses import replace
+from typing import ClassVar
 
 import numpy as np
 import pytest
@@ -158,9 +159,8 @@ def test_options_of_all_parts_of_a_sum_are_tuned_but_for_those_that_are_written(
         "fedcog:lambda_kd=1.0+scaffold",
         {"lr": 0.2},
     )
-    assert configured_values("fedprox", config, {"lr": log_range(0.2, 1.0), "fedprox.mu": log_range(0.001, 1.0)}) == {
-        "fedprox.mu": 0.01
-    }
+    spaces = {"lr": log_range(0.2, 1.0), "fedprox.mu": one_of(0.2), "local_epochs": log_range(1, 2)}
+    assert configured_values("fedprox", config, spaces) == {"lr": 0.1}
     assert "feddf.epochs" not in method_spaces("feddf:steps=3")
 
 
@@ -215,6 +215,38 @@ def test_the_first_trial_is_the_configuration_and_equal_methods_are_compared_onc
     assert list(found.comparison.summaries) == ["fedprox:mu=0.01"]
     (note,) = found.comparison.left_out
     assert note.startswith("fedprox:mu=0.01 is left out of the comparison: after tuning, it is fedprox:mu=0.01")
+
+
+def test_the_first_trial_is_the_configuration_also_outside_of_its_spaces(tmp_path):
+    """Options that a space fixes are fixed in all trials; the others are those of a run that is not tuned."""
+    spaces = {"lr": "1e-9:1e-8:log", "fedprox.mu": [5.0, 6.0], "local_steps": 2, "batch_size": [8, 16]}
+    options = {**TINY, "lr": 0.1, "early_stopping": TINY["rounds"]}
+    fields = {"methods": ["fedprox"], "trials": 11, "seeds": 1, "search_space": spaces, "references": False}
+    found = unskew.tune(digits(False), **fields, **options, pruning=False)
+    first, *others = found.trials
+    assert first["options"] == {"lr": 0.1, "local_steps": 2, "batch_size": 64, "fedprox.mu": 0.01}
+    run = unskew.run(digits(False), method="fedprox", **{**options, "local_steps": 2})
+    assert first["value"] == pytest.approx(run.history[-1]["validation_accuracy"])
+    one = found.tuned["fedprox"]
+    assert (one.configured, one.value, one.options) == (first["value"], first["value"], first["options"])
+    assert (one.config.lr, one.config.method) == (0.1, "fedprox:mu=0.01")
+    assert all(1e-9 <= row["options"]["lr"] <= 1e-8 and row["options"]["fedprox.mu"] in (5.0, 6.0) for row in others)
+    assert isinstance(one.importance, str) or one.importance.keys() == {"lr", "batch_size", "fedprox.mu"}
+
+
+def test_the_configuration_keeps_its_local_steps_if_epochs_are_tuned():
+    found = unskew.tune(
+        digits(False),
+        methods=["fedavg"],
+        trials=2,
+        seeds=1,
+        search_space={"local_epochs": "2:3"},
+        references=False,
+        **TINY,
+    )
+    assert [row["options"].get("local_epochs") in (2, 3) for row in found.trials] == [False, True]
+    run = unskew.run(digits(False), method="fedavg", early_stopping=TINY["rounds"], **TINY)
+    assert found.tuned["fedavg"].configured == pytest.approx(run.history[-1]["validation_accuracy"])
 
 
 def test_fresh_seeds_of_a_method_are_trained_together(joint):
@@ -460,6 +492,7 @@ def test_a_database_of_somebody_else_names_no_code(key, value):
 
     class Stored:
         params = good
+        user_attrs: ClassVar = {}
 
     assert study.params_of(Stored) == good
     Stored.params = {**good, key: value}

@@ -17,11 +17,23 @@ from unskew.reproduction.tables import markdown
 KINDS = {"natural": "Natural federations", "controlled": "Controlled skew"}
 VIEWS: tuple[View, ...] = ("global", "clients")
 LEGEND = (
-    "Each cell is the mean difference to the tuned baseline over paired seeds, in points. Bold and colored differences "
+    "Each cell is the mean difference to the tuned baseline over paired seeds, {unit}. Bold and colored differences "
     "are decided (paired t-test, 5 %, Holm's correction over the methods of a federation); all others are ties. "
     "Intervals are 95 %, of one method without correction; in the overview, from resampled federations if there are at "
     f"least {FEWEST}."
 )
+
+
+def legend(results: Sequence[FederationResults]) -> str:
+    """Return the explanation of differences, with their unit.
+
+    Args:
+        results: Outcomes of the federations of a page.
+    """
+    if all(own.metric.percent for own in results):
+        return LEGEND.format(unit="in points")
+    unit = "in points for metrics in percent and in the unit of the metric for others; positive is better"
+    return LEGEND.format(unit=unit)
 
 
 def write_pages(runs: SuiteRuns, folder: Path) -> list[Path]:
@@ -65,7 +77,7 @@ def federation_page(runs: SuiteRuns, results: FederationResults) -> str:
         f"Source: {federation.source}. {budget(suite)}",
         f"```bash\n{command(runs, federation)}\n```",
         f"{title}. Rounds and MB are those until the mean final score of tuned {results.baseline} is reached in every "
-        f"seed. {LEGEND}",
+        f"seed. {legend([results])}",
         markdown(header, rows),
     ]
     fewer = [unit.method for unit in runs.with_fewer_trials() if unit.federation == federation.name]
@@ -120,7 +132,7 @@ def overview_page(runs: SuiteRuns, results: Sequence[FederationResults]) -> str:
         f"applicable count as finished. {budget(suite)}"
         + (f" {len(fewer)} further units are shown with {suite.trials} trials." if fewer else ""),
         f"```bash\n{command(runs)}\n```",
-        LEGEND,
+        legend(results),
     ]
     for kind, title in KINDS.items():
         own_kind = [own for own in results if own.federation.kind == kind]
@@ -153,4 +165,5 @@ def _heat_map(runs: SuiteRuns, results: Sequence[FederationResults], view: View,
         [name for name in runs.suite.methods[1:] if any(name in own for own in differences.values())],
         f"{TITLES[view]}: difference to tuned {runs.suite.baseline}",
         path,
+        {own.federation.name: own.metric for own in results},
     )

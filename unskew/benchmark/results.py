@@ -12,7 +12,7 @@ from unskew.benchmark.statistics import Difference, paired_differences
 from unskew.benchmark.suite import BenchmarkFederation
 from unskew.comparison.references import is_reference
 from unskew.reproduction.outcomes import Outcome
-from unskew.tasks.primary_metric import MetricInfo, metric_info
+from unskew.tasks.primary_metric import MetricInfo, metric_of
 
 View = Literal["global", "clients"]
 """``global``: the global model on the test data. ``clients``: the mean over clients on their held-out data, of personal
@@ -67,7 +67,8 @@ class FederationResults:
     @property
     def metric(self) -> MetricInfo:
         """Primary metric of the federation."""
-        return metric_info(self.outcomes[self.baseline]["objective"])
+        outcome = self.outcomes[self.baseline]
+        return metric_of(outcome, outcome["objective"])
 
     @property
     def points(self) -> float:

@@ -28,7 +28,7 @@ from unskew.data.load import federation_of
 from unskew.errors import ConfigError, DataError, EngineError
 from unskew.folder_locks import is_occupied, output_folder
 from unskew.methods.registry import method
-from unskew.records.recorder import Callback
+from unskew.records.recorder import Callback, with_closing
 from unskew.reproduction.outcomes import (
     Outcome,
     append_outcome,
@@ -346,7 +346,7 @@ def _tuned(suite: Suite, unit: Unit, settings: dict[str, Any], folder: Path) -> 
         trials=unit.trials,
         seeds=suite.seeds,
         seed=suite.tuning_seed,
-        search_space=own_space(suite, unit.method),
+        search_space={} if unit.trials == 1 else own_space(suite, unit.method),
         references=False,
         out=folder,
         resume=True,
@@ -386,18 +386,19 @@ def _reference(runs: SuiteRuns, unit: Unit, settings: dict[str, Any]) -> Outcome
     return {"personal": False, "options": options, **results_of_runs(summaries, histories)}
 
 
-def results_of_runs(
-    summaries: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[Mapping[str, Any]]]
-) -> Outcome:
+def results_of_runs(summaries: Sequence[Mapping[str, Any]], histories: Sequence[Sequence[dict[str, Any]]]) -> Outcome:
     """Return the metrics, curves and traffic of runs with different seeds, rounded to five digits.
 
     Metrics are those of the kept model. Curves have a value for each round that was evaluated with any seed, None where a
-    run has none, because it stopped early or its metric is undefined. Bytes are listed for each seed if they differ.
+    run has none, because it stopped early or its metric is undefined. A run with a closing step has its last round twice,
+    before and after the step. Bytes are listed for each seed if they differ. If the objective is a custom metric, its
+    direction is stored in ``own_metrics``.
 
     Args:
         summaries: Summary of each run.
         histories: History of each run, one row per round; empty without a global model.
     """
+    histories = [with_closing(*run) for run in zip(histories, summaries, strict=True)]
     summaries = [*map(final_metrics, summaries)]
     objective = objective_metric(summaries[0]).name
     name = primary_metric_name(summaries[0]) if objective == WORST else objective
@@ -407,21 +408,33 @@ def results_of_runs(
         | {"bytes": summary["bytes_up"] + summary["bytes_down"], "diverged": bool(summary.get("diverged"))}
         for summary in summaries
     ]
-    scored = [{row["round"]: row for row in history if row.get(objective) is not None} for history in histories]
-    rounds = sorted({round for rows in scored for round in rows})
+    scored = [_rows_by_round(history, objective) for history in histories]
+    keys = sorted({key for rows in scored for key in rows})
 
     def curves(value: Callable[[Mapping[str, Any]], float | None]) -> list[list[float | None]]:
-        return [[value(rows[round]) if round in rows else None for round in rounds] for rows in scored]
+        return [[value(rows[key]) if key in rows else None for key in keys] for rows in scored]
 
     sent = curves(lambda row: row["bytes_up"] + row["bytes_down"])
     results: Outcome = {
-        "rounds": rounds,
+        "rounds": [round for round, _ in keys],
         "bytes": sent[0] if all(own == sent[0] for own in sent) else sent,
         "curves": curves(lambda row: _rounded(row[objective])),
     }
     if any("seconds_simulated" in row for row in scored[0].values()):
         results["seconds_simulated"] = curves(lambda row: _rounded(row["seconds_simulated"]))
+    directions = {key: way for key, way in summaries[0].get("own_metrics", {}).items() if key == objective}
+    if directions:
+        results["own_metrics"] = directions
     return {"objective": objective, "client_metric": name, "summaries": metrics, **results}
+
+
+def _rows_by_round(history: Sequence[Mapping[str, Any]], objective: str) -> dict[tuple[int, bool], Mapping[str, Any]]:
+    """Return the rows with a value of the objective, by round and whether the row is after the closing step."""
+    rows: dict[tuple[int, bool], Mapping[str, Any]] = {}
+    for previous, row in zip([{}, *history], history, strict=False):
+        if row.get(objective) is not None:
+            rows[row["round"], row["round"] == previous.get("round")] = row
+    return rows
 
 
 def _rounded(value: float | None) -> float | None:

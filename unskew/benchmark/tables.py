@@ -9,26 +9,49 @@ from unskew.benchmark.results import FederationResults, View, diverged
 from unskew.benchmark.statistics import Difference, bootstrap_interval, rank_methods
 from unskew.comparison.references import is_reference
 from unskew.reproduction.study import Line
+from unskew.tasks.formatting import points_text, unit_text
+from unskew.tasks.primary_metric import MetricInfo
 
 TITLES: dict[View, str] = {"global": "Global model, test data", "clients": "Clients' own data"}
 FEWEST = 5
 """Number of federations from which an interval of a mean over federations is shown."""
 
 
-def mean_and_std(values: Sequence[float]) -> str:
+def mean_and_std(values: Sequence[float], metric: MetricInfo) -> str:
     """Format a mean and a standard deviation.
 
-    >>> mean_and_std([70.0, 72.0])
+    Args:
+        values: Metric of each seed, in points.
+        metric: Metric of the values.
+
+    >>> mean_and_std([70.0, 72.0], MetricInfo("auroc", "AUROC"))
     '71.0 ± 1.4'
     """
-    return f"{statistics.fmean(values):.1f} ± {statistics.stdev(values):.1f}"
+    return points_text(metric, statistics.fmean(values), statistics.stdev(values))
 
 
-def signed(difference: Difference | None) -> str:
-    """Format a difference: in bold if decided, with the interval; a hyphen if there is none."""
+def mean_and_interval(mean: float, interval: tuple[float, float], metric: MetricInfo) -> str:
+    """Format a mean difference and its interval.
+
+    Args:
+        mean: Mean difference in points.
+        interval: Lower and upper end in points.
+        metric: Metric of the difference.
+    """
+    low, high = (points_text(metric, end, signed=True) for end in interval)
+    return f"{points_text(metric, mean, signed=True)} ({low} to {high})"
+
+
+def signed(difference: Difference | None, metric: MetricInfo) -> str:
+    """Format a difference: in bold if decided, with the interval; a hyphen if there is none.
+
+    Args:
+        difference: Difference in points, or None.
+        metric: Metric of the difference.
+    """
     if difference is None:
         return "-"
-    text = f"{difference.mean:+.1f} ({difference.low:+.1f} to {difference.high:+.1f})"
+    text = mean_and_interval(difference.mean, (difference.low, difference.high), metric)
     return text if difference.verdict == "tie" else f"**{text}**"
 
 
@@ -40,7 +63,9 @@ def federation_table(results: FederationResults) -> Line:
     """
     shown = results.values("global"), results.values("clients"), results.values("clients", worst=True)
     own = results.differences("global"), results.differences("clients")
-    title = f"{results.metric.title}{' in %' if results.metric.percent else ''}, mean ± std over seeds"
+    metric = results.metric
+    direction = " (lower is better)" if metric.lower_is_better else ""
+    title = f"{metric.title}{unit_text(metric)}{direction}, mean ± std over seeds"
     header = [
         "method",
         "test",
@@ -61,14 +86,14 @@ def federation_table(results: FederationResults) -> Line:
             rows.append([f"`{name}`", "diverged", *["-"] * (len(header) - 3), _options(outcome["options"])])
             continue
         cost = results.cost(name) if not is_reference(name) and not outcome["personal"] else None
-        cells = [mean_and_std(values[name]) if name in values else "-" for values in shown]
+        cells = [mean_and_std(values[name], metric) if name in values else "-" for values in shown]
         numbers = [
             "-" if cost is None or cost.rounds is None else f"{cost.rounds:.0f}",
             "-" if cost is None or cost.bytes is None else f"{cost.bytes / 1e6:.3g}",
         ]
         if timed:
             numbers.append("-" if cost is None or cost.seconds is None else f"{cost.seconds:.3g}")
-        first, second = signed(own[0].get(name)), signed(own[1].get(name))
+        first, second = (signed(by_name.get(name), metric) for by_name in own)
         rows.append([f"`{name}`", cells[0], first, cells[1], second, cells[2], *numbers, _options(outcome["options"])])
     return title, header, rows
 
@@ -80,6 +105,8 @@ def _options(options: dict[str, object]) -> str:
 def overview_table(results: Sequence[FederationResults], methods: Sequence[str], view: View) -> Line:
     """Return the table of methods over federations: decided wins and losses, mean difference and mean rank.
 
+    There is no mean difference if the federations' differences have different units.
+
     Args:
         results: Outcomes of the federations.
         methods: Method expressions without the baseline.
@@ -87,23 +114,40 @@ def overview_table(results: Sequence[FederationResults], methods: Sequence[str],
     """
     differences = [own.differences(view) for own in results]
     ranks = rank_methods(_scores(results, view))
-    rows = []
+    metric = results[0].metric
+    have_same_unit = same_unit(results)
+    rows: list[tuple[float, list[str]]] = []
     for name in methods:
         own_differences = [by_name[name] for by_name in differences if name in by_name]
         if not own_differences:
             continue
         verdicts = [difference.verdict for difference in own_differences]
-        means = [difference.mean for difference in own_differences]
-        mean = f"{statistics.fmean(means):+.1f}"
-        if len(means) >= FEWEST:
-            low, high = bootstrap_interval(means)
-            mean += f" ({low:+.1f} to {high:+.1f})"
-        counts = [str(verdicts.count(verdict)) for verdict in ("better", "tie", "worse")]
+        counts = [verdicts.count(verdict) for verdict in ("better", "tie", "worse")]
         rank = f"{ranks.mean[name]:.1f}" if name in ranks.mean else "-"
-        rows.append([f"`{name}`", str(len(means)), *counts, mean, f"{statistics.median(means):+.1f}", rank])
-    rows.sort(key=lambda row: -float(row[5].split(" ")[0]))
+        mean_text = median_text = "-"
+        if have_same_unit:
+            means = [difference.mean for difference in own_differences]
+            order = statistics.fmean(means)
+            median_text = points_text(metric, statistics.median(means), signed=True)
+            mean_text = points_text(metric, order, signed=True)
+            if len(means) >= FEWEST:
+                mean_text = mean_and_interval(order, bootstrap_interval(means), metric)
+        else:
+            order = (counts[0] - counts[2]) / len(verdicts)
+        cells = [f"`{name}`", str(len(verdicts)), *map(str, counts), mean_text, median_text, rank]
+        rows.append((order, cells))
+    rows.sort(key=lambda row: -row[0])
     header = ["method", "federations", "better", "tie", "worse", "mean difference (95 %)", "median", "mean rank"]
-    return TITLES[view], header, rows
+    return TITLES[view], header, [cells for _, cells in rows]
+
+
+def same_unit(results: Sequence[FederationResults]) -> bool:
+    """Return whether the metrics of all federations are in percent, or are the same metric.
+
+    Args:
+        results: Outcomes of the federations.
+    """
+    return len({"%" if own.metric.percent else own.metric.name for own in results}) == 1
 
 
 def _scores(results: Sequence[FederationResults], view: View) -> list[dict[str, float]]:
@@ -153,11 +197,11 @@ def tuning_table(results: Sequence[FederationResults]) -> Line:
             [
                 own.federation.name,
                 own.metric.title,
-                mean_and_std(values[own.baseline]) if own.baseline in values else "diverged",
-                signed(gain),
+                mean_and_std(values[own.baseline], own.metric) if own.baseline in values else "diverged",
+                signed(gain, own.metric),
                 "-" if best is None else f"`{best}`",
-                signed(None if best is None else differences[best]),
-                "-" if pooled is None else mean_and_std(pooled),
+                signed(None if best is None else differences[best], own.metric),
+                "-" if pooled is None else mean_and_std(pooled, own.metric),
             ]
         )
     baseline = results[0].baseline

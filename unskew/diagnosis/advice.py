@@ -345,7 +345,10 @@ def evaluate_suggestion(
         )
     total = None
     if limits.traffic is not None:
-        before, each = estimate_traffic(setting, chosen)
+        try:
+            before, each = estimate_traffic(setting, chosen)
+        except Exception as error:  # of any kind: one method must not end the advice on the others
+            return Excluded(expected.method, f"Its traffic could not be estimated ({type(error).__name__}): {error}")
         total = before + each * setting.config.rounds
         if total > limits.traffic:
             return Excluded(

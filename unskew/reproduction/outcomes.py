@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import pydantic
 import torch
@@ -83,6 +83,7 @@ class _Line(pydantic.BaseModel):
     options: dict[str, Any] = {}
     objective: str = ""
     client_metric: str = ""
+    own_metrics: dict[str, Literal["lower", "higher"]] = {}
     summaries: list[_Scores] = []
     rounds: list[int] = []
     bytes: list[float] | list[list[float | None]] = []

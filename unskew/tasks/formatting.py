@@ -49,6 +49,25 @@ def value_text(one: MetricInfo, value: float | None, spread: float | None = None
     return format_number(value, spread)
 
 
+def points_text(metric: MetricInfo, value: float, spread: float | None = None, signed: bool = False) -> str:
+    """Format a value in points, which are percent or, for other metrics, plain numbers.
+
+    Args:
+        metric: Metric of the value.
+        value: Value of the metric in percent or as a plain number, or a difference of such values.
+        spread: Standard deviation of the value, or None.
+        signed: Whether a positive value has a sign.
+
+    >>> points_text(MetricInfo("auroc", "AUROC"), 71.0, 1.4), points_text(MetricInfo("auroc", "AUROC"), 0.5, signed=True)
+    ('71.0 ± 1.4', '+0.5')
+    >>> points_text(MetricInfo("mae", "MAE", percent=False), 0.0123, signed=True)
+    '+0.0123'
+    """
+    percent = f"{value:.1f}" + ("" if spread is None else f" ± {spread:.1f}")
+    text = percent if metric.percent else format_number(value, spread)
+    return f"+{text}" if signed and not text.startswith("-") else text
+
+
 def target_note(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return a note, to follow a table's title, if a constant prediction reaches the target; otherwise nothing.
 

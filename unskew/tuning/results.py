@@ -27,7 +27,8 @@ class TunedMethod:
     Attributes:
         options: Best options, by field name, or by names such as ``fedprox.mu``.
         value: Objective on held-out samples; None if all trials diverged, and then the options are those of the first one.
-        configured: Value of the first trial, which is the unchanged configuration; None if it was not completed or diverged.
+        configured: Value of the first trial, which is the configuration with the fixed options; None if it was not
+            completed or diverged.
         judged_by: Name of the metric in ``value``.
         trials: Number of trials that were completed, pruned or failed.
         importance: Importance of each option as shares of 1, or the reason why it is unknown.

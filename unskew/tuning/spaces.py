@@ -260,14 +260,17 @@ def is_in_space(value: Any, space: Space) -> bool:
 
 
 def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Space]) -> dict[str, Any]:
-    """Return the values of the configuration and of the method's options that are inside their spaces.
+    """Return the values of the configuration and of the method's options that are tuned, also outside their spaces.
+
+    Options without a value (None) and fixed ones are omitted.
 
     Args:
         spelling: Method expression.
         config: Configuration of the run.
         spaces: Search spaces by name.
     """
-    values_found = {}
+    values_found: dict[str, Any] = {}
+    fixed = fixed_fields(spaces)
     rules = {
         name: build_from_options(rule_class(name), options, name, f"{name}:")
         for name, options in split_expression(spelling)
@@ -275,6 +278,7 @@ def configured_values(spelling: str, config: Experiment, spaces: Mapping[str, Sp
     for key, space in spaces.items():
         owner, dot, option = key.rpartition(".")
         value = getattr(rules[owner], option) if dot else getattr(config, key)
-        if is_in_space(value, space):
-            values_found[key] = value
-    return {key: value for key, value in values_found.items() if key not in fixed_fields(spaces)}
+        if value is not None and key not in fixed:
+            is_float = isinstance(space, RangeSpace) and not space.integer
+            values_found[key] = float(value) if is_float else value
+    return values_found

@@ -90,6 +90,7 @@ class TrialAttributes(JsonModel):
 
     rounds: Annotated[int, Field(ge=0)] | None = None
     reason: str | None = None
+    configured: bool = False
     privacy: PrivacySpent | None = None
 
 
@@ -119,7 +120,7 @@ class Study:
         seed: Seed of the sampler.
         maximize: Whether larger values are better.
         warmup: Number of rounds before a trial may be pruned; None to disable pruning.
-        first: Values of the first trial, if known.
+        configured: Values of the first trial, also outside their spaces; options without a value are not set.
     """
 
     def __init__(
@@ -132,7 +133,7 @@ class Study:
         seed: int,
         maximize: bool,
         warmup: int | None,
-        first: Mapping[str, Any],
+        configured: Mapping[str, Any],
     ):
         self.optuna = optuna = optuna_library()
         self.name = name
@@ -141,7 +142,7 @@ class Study:
         self.trials = trials
         self.seed = seed
         self.maximize = maximize
-        self.first = dict(first)
+        self.configured = dict(configured)
         pruner = optuna.pruners.NopPruner()
         if warmup is not None:
             pruner = optuna.pruners.MedianPruner(n_startup_trials=STARTUP, n_warmup_steps=warmup)
@@ -157,8 +158,9 @@ class Study:
                 for trial in self.study.get_trials(deepcopy=False):
                     StoredTrial.model_validate(trial, from_attributes=True)
                     self.params_of(trial)
-            if first and not self.study.get_trials(deepcopy=False):
-                self.study.enqueue_trial(dict(first), skip_if_exists=True)
+            if not self.study.get_trials(deepcopy=False):
+                inside = {key: self.configured[key] for key in self.spaces if self.configured_in_space(key)}
+                self.study.enqueue_trial(inside, user_attrs={"configured": True})
 
     @contextmanager
     def _claiming(self) -> Iterator[None]:
@@ -221,9 +223,21 @@ class Study:
         sign = 1 if self.maximize else -1
         return max(done, key=lambda trial: (sign * trial.value, -trial.number))
 
+    def configured_in_space(self, key: str) -> bool:
+        """Return whether the configured value of an option is in its search space.
+
+        Args:
+            key: Name of the option.
+        """
+        return key in self.configured and is_in_space(self.configured[key], self.spaces[key])
+
     def params_of(self, trial: Any) -> dict[str, Any]:
         """Return the options of a trial as used, including fixed ones."""
-        used = {**trial.params, **fixed_fields(self.spaces)}
+        fixed = fixed_fields(self.spaces)
+        if trial.user_attrs.get("configured"):
+            used = {**self.configured, **fixed}
+            return {key: used[key] for key in self.spaces if key in used}
+        used = {**trial.params, **fixed}
         wrong = next(
             (key for key, space in self.spaces.items() if key in used and not is_in_space(used[key], space)), None
         )
@@ -232,12 +246,7 @@ class Study:
                 f"study.db contains {wrong}={short_repr(used[wrong])} for {self.name}, which is outside its search space. "
                 "Tune in another folder with --out."
             )
-        # The configured values, with which the first trial begins, are not rounded.
-        return {
-            key: used[key] if used[key] == self.first.get(key) else rounded(used[key], space)
-            for key, space in self.spaces.items()
-            if key in used
-        }
+        return {key: rounded(used[key], space) for key, space in self.spaces.items() if key in used}
 
     def importance(self) -> dict[str, float] | str:
         """Return the importance of each option as shares of 1, or the reason why it is unknown."""
@@ -247,10 +256,14 @@ class Study:
             return f"unknown, because all {len(done)} trials have the same value; the options are the first trial's"
         if len(done) < ENOUGH:
             return f"needs {ENOUGH} completed trials, but there are {len(done)}"
+        tuned = sorted(self.spaces.keys() - fixed_fields(self.spaces).keys())
+        # The first trial lacks options whose configured values are outside of their spaces.
+        if len({trial.value for trial in done if trial.params.keys() >= {*tuned}}) == 1:
+            return "unknown, because all trials except the configuration have the same value"
         evaluator = self.optuna.importance.FanovaImportanceEvaluator(seed=0)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            importances = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator)
+            importances = self.optuna.importance.get_param_importances(self.study, evaluator=evaluator, params=tuned)
         return {key: float(share) for key, share in importances.items()}
 
     def spent(self) -> list[dict[str, Any]]:
@@ -293,7 +306,7 @@ class Trial:
         self.folder = None if study.folder is None else study.folder / f"{trial.number:04d}"
 
     def params(self) -> dict[str, Any]:
-        """Options to try, drawn from the seed, the number of the trial and the results of the other trials.
+        """Options to try: the configured ones, or drawn from the seed, the trial's number and the results of the others.
 
         A process that continues the trial of a dead process draws the same options.
         """
@@ -302,7 +315,10 @@ class Trial:
             seed = derive(self.study.seed, f"tune {self.number}") % 2**32
             sampler = self.study.optuna.samplers.TPESampler(seed=seed, constant_liar=True)
         self.study.study.sampler = sampler
+        configured = self.trial.user_attrs.get("configured", False)
         for key, space in self.study.spaces.items():
+            if configured and not self.study.configured_in_space(key):
+                continue  # Optuna's distribution does not contain the value
             if isinstance(space, CategoricalSpace):
                 if len(space.values) > 1:
                     self.trial.suggest_categorical(key, space.values)

@@ -68,7 +68,7 @@ def tune(
     Args:
         federation: Data of all clients; if None, they are loaded and partitioned as configured in ``options``.
         methods: Method expressions. Options set in an expression are not tuned unless ``search_space`` names them.
-        trials: Number of trials per method; the first is the unchanged configuration.
+        trials: Number of trials per method; the first is the configuration, with the options that ``search_space`` fixes.
         seeds: Fresh seeds for the comparison; an integer n means the n seeds after the seed of the trials.
         search_space: Spaces of options, such as
             ``{"lr": "0.001:0.3:log", "fedprox.mu": [0.01, 0.1], "batch_size": 32}``.
