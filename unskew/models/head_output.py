@@ -48,3 +48,16 @@ def head_returns_logits(spec: ModelSpec, x: Tensor, up_to_constant: bool) -> boo
     if up_to_constant:
         gap -= gap.mean(-1, keepdim=True)
     return float(gap.abs().max()) <= 10 * LARGEST * torch.finfo(spec.dtype).eps
+
+
+def parameter_outside_head(spec: ModelSpec) -> str | None:
+    """Return the name of a trained parameter of the head that another part of the model has, too; None without one.
+
+    Args:
+        spec: Layout of the model.
+    """
+    prefix = f"{spec.head_name}." if spec.head_name else ""
+    for name, first in spec.tied.items():
+        if first in spec.names and name.startswith(prefix) != first.startswith(prefix):
+            return name if name.startswith(prefix) else first
+    return None

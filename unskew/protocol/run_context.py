@@ -10,7 +10,7 @@ import torch
 
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError
-from unskew.models.head_output import head_returns_logits
+from unskew.models.head_output import head_returns_logits, parameter_outside_head
 from unskew.models.spec import ModelSpec, example_inputs
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.training_config import Buffers, Training
@@ -114,6 +114,12 @@ class PreRunContext:
         """
         rows, objective = self.federation.test[0][:2], self.federation.objective
         for spec in self.spec.architectures:
+            shared = parameter_outside_head(spec)
+            if shared is not None:
+                raise ConfigError(
+                    f"{name} computes or replaces the head of the model alone, but another layer has the parameter "
+                    f"{shared!r} of the head, too. Give the head parameters of its own."
+                )
             x = rows.to("cpu", spec.input_dtype) if len(rows) > 1 else example_inputs(spec)
             if not head_returns_logits(spec, x, up_to_constant="one_class" in objective.provides):
                 raise ConfigError(
