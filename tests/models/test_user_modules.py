@@ -6,6 +6,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from support.tolerance import TRAINING, assert_close
 from torch import nn
 
 import unskew
@@ -268,3 +269,32 @@ def test_a_head_that_shares_a_parameter_with_another_layer_is_not_computed_alone
         ConfigError, match=r"ccvr computes .* another layer has the parameter 'head.weight' of the head"
     ):
         train(model, method="ccvr")
+
+
+class Viewed(nn.Module):
+    """A convolution, and a view of its output that only works in row order, or a copy of it that always works."""
+
+    def __init__(self, channels, view):
+        super().__init__()
+        torch.manual_seed(0)
+        self.conv, self.head, self.view = nn.Conv2d(channels, 3, 3), nn.Linear(3 * 6 * 6, 2), view
+
+    def forward(self, x):
+        x = self.conv(x).relu()
+        return self.head(x.view(-1, 3 * 6 * 6) if self.view else x.reshape(-1, 3 * 6 * 6))
+
+
+@pytest.mark.parametrize("engine", ["inline", "vectorized"])
+@pytest.mark.parametrize("dtype", ["uint8", "float32"])
+@pytest.mark.parametrize("channels", [1, 3])
+def test_a_view_after_a_convolution_gives_the_numbers_of_a_copy(channels, dtype, engine, tmp_path):
+    draws = np.random.default_rng(0)
+    x, y = draws.integers(0, 256, (48, channels, 8, 8)).astype(dtype), draws.integers(0, 2, 48)
+    parts = [(x[:16], y[:16]), (x[16:32], y[16:32])]
+    fed = unskew.Federation.from_arrays(parts, test=(x[32:], y[32:]), classes=2, holdout=0)
+    budget = {"rounds": 1, "local_steps": 2, "batch_size": 8, "lr": 0.01, "precision": "fp64", "engine": engine}
+    viewed = unskew.run(fed, model=Viewed(channels, True), out=tmp_path / "viewed", **budget)
+    copied = unskew.run(fed, model=Viewed(channels, False), **budget)
+    assert_close(viewed.vector, copied.vector, TRAINING)
+    predictor = unskew.load_predictor(tmp_path / "viewed", model=Viewed(channels, True))
+    assert_close(predictor.predict_proba(x[32:]), copied.predictor().predict_proba(x[32:]), TRAINING)

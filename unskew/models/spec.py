@@ -67,6 +67,11 @@ def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (args[0].float(), *args[1:])
 
 
+def _in_row_order(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy inputs, because normalized ones have their channels last in memory, even if ``contiguous`` sees no difference."""
+    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+
+
 class ModelSpec:
     """Layout of a model as a vector.
 
@@ -190,6 +195,8 @@ class ModelSpec:
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
         self.outputs, self.widest = {}, 1
         self.layers, self.used = self._trace()
+        if not self._accepts_channels_last():
+            self.module.register_forward_pre_hook(_in_row_order)
         self.head_name = find_head(self.module, head, self.used, per_pixel)
         self.head_trains = any(name.startswith(self._prefix) for name in self.names)
         if not self.head_trains and head is not None:
@@ -268,6 +275,21 @@ class ModelSpec:
         used = list(dict.fromkeys(order))
         owners = {name.rpartition(".")[0] for name in self.names}
         return [n for n in used if n in owners], used
+
+    def _accepts_channels_last(self) -> bool:
+        """Return whether a forward pass works on inputs with the channels last in memory; ``view`` may reject them."""
+        if len(self.shape) < 2 or self.integers:
+            return True
+        x = torch.zeros(2, *self.shape[1:], self.shape[0], dtype=self.input_dtype).movedim(-1, 1)
+        training = self.module.training
+        try:
+            with torch.no_grad():
+                self.module.eval()(x)
+        except Exception:  # a model of a user may raise any error; it accepted these values in row order
+            return False
+        finally:
+            self.module.train(training)
+        return True
 
     @property
     def _prefix(self) -> str:
