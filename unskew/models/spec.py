@@ -67,8 +67,13 @@ def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (args[0].float(), *args[1:])
 
 
-def _in_row_order(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Copy inputs, because normalized ones have their channels last in memory, even if ``contiguous`` sees no difference."""
+def in_row_order(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy inputs, because normalized ones have their channels last in memory, even if ``contiguous`` sees no difference.
+
+    Args:
+        _module: The model.
+        args: Its arguments, with the inputs first.
+    """
     return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
 
 
@@ -196,7 +201,7 @@ class ModelSpec:
         self.outputs, self.widest = {}, 1
         self.layers, self.used = self._trace()
         if not self._accepts_channels_last():
-            self.module.register_forward_pre_hook(_in_row_order)
+            self.module.register_forward_pre_hook(in_row_order)
         self.head_name = find_head(self.module, head, self.used, per_pixel)
         self.head_trains = any(name.startswith(self._prefix) for name in self.names)
         if not self.head_trains and head is not None:

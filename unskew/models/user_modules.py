@@ -164,7 +164,7 @@ def inspect_training(module: nn.Module, x: Tensor) -> TrainingPass:
                 raise ConfigError(f"The model raises an error in training mode: {describe_error(error)}.") from error
             draws = draws or _global_states() != before
         counts = counts or any(
-            not b.is_floating_point() and name not in unused and not equal_tensors(tensors[name], b)
+            not b.is_floating_point() and name not in unused and not _equal_tensors(tensors[name], b)
             for name, b in module.named_buffers()
         )
     _check_changed_buffers(
@@ -176,7 +176,7 @@ def inspect_training(module: nn.Module, x: Tensor) -> TrainingPass:
     return TrainingPass(draws, None, counts)
 
 
-def equal_tensors(a: Tensor, b: Tensor) -> bool:
+def _equal_tensors(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors have the same data type, shape and values."""
     return a.dtype == b.dtype and torch.equal(a, b)
 
@@ -197,7 +197,7 @@ def _check_changed_buffers(
         ConfigError: If another buffer changes, or one is replaced.
     """
     stored = module.state_dict().keys()
-    changed = [name for name, b in module.named_buffers() if not equal_tensors(tensors[name], b)]
+    changed = [name for name, b in module.named_buffers() if not _equal_tensors(tensors[name], b)]
     replaced = next((name for name in changed if name in stored and tensors[name] is not clones[name]), None)
     if replaced is not None:
         raise ConfigError(
@@ -208,7 +208,7 @@ def _check_changed_buffers(
     if others:
         with torch.no_grad(), seeded_globals(True, 0, torch.device("cpu")):
             run_again()
-        lost = next((name for name, tensor in others.items() if not equal_tensors(tensors[name], tensor)), None)
+        lost = next((name for name, tensor in others.items() if not _equal_tensors(tensors[name], tensor)), None)
         if lost is not None:
             raise ConfigError(
                 f"Training changes the buffer {lost}, which is registered with persistent=False, so that it is not part of "
