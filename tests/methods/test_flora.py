@@ -78,6 +78,40 @@ def test_what_does_not_fit_is_rejected(method, options, message):
         run(method, **{"model": model(), **options})
 
 
+def with_products():
+    net = model()
+    torch.nn.init.normal_(net[0].lora_B["default"].weight)
+    return net
+
+
+def test_products_of_the_given_model_are_added_to_its_weights():
+    net, merged = with_products(), with_products()
+    layer = merged[0]
+    with torch.no_grad():
+        product = layer.lora_B["default"].weight @ layer.lora_A["default"].weight
+        layer.base_layer.weight += SCALE * product
+        layer.lora_B["default"].weight.zero_()
+    found, expected = (run("flora", model=each)[0].vector for each in (net, merged))
+    assert float((found - expected).abs().max()) < 1e-6  # the weights given are float32
+
+
+def test_a_run_with_trained_factors_cannot_be_continued(tmp_path):
+    run("fedex", model=model(), out=tmp_path / "run")
+    with pytest.raises(ConfigError, match="start_from has trained LoRA factors"):
+        run("flora", model=model(), start_from=str(tmp_path / "run"), rounds=OPTIONS["rounds"] + 1)
+
+
+@pytest.mark.parametrize("method", ["flora", "hetlora", "hetlora:ranks=3/1"])
+def test_layers_with_factors_of_different_rank_are_rejected(method):
+    import peft
+
+    net = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, CLASSES))
+    net = peft.inject_adapter_in_model(peft.LoraConfig(r=3, target_modules=["0", "1"], rank_pattern={"0": 1}), net)
+    net[2].requires_grad_(True)
+    with pytest.raises(ConfigError, match="one rank in all layers, but some have rank 1, and those of 1 have rank 3"):
+        run(method, model=net)
+
+
 @pytest.mark.parametrize("other", ["scaffold", "topk:share=0.5", "ditto", "median", "heterofl"])
 def test_compositions_that_mix_factors_of_rounds_are_rejected(other):
     with pytest.raises(MethodConflictError):

@@ -174,6 +174,46 @@ def test_models_that_cannot_be_narrowed_are_rejected(layer, rates, message):
         unskew.run(federation(), rounds=1, method=f"fedrolex:rates={rates}", model=narrowed)
 
 
+class Wired(nn.Module):
+    """Two hidden layers and a head, connected in another way than one after the other."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.kind = kind
+        self.a, self.b, self.h = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, CLASSES)
+
+    def forward(self, x):
+        x = x.flatten(1)
+        a = torch.relu(self.a(x))
+        match self.kind:
+            case "parallel":
+                return self.h(a + torch.relu(self.b(x)))
+            case "skip":
+                return self.h(a + self.b(a))
+            case "twice":
+                return self.h(self.a(self.b(a)))
+            case "mixed":
+                return self.h(self.b(a.softmax(1)))
+            case "another order":
+                return self.h(self.b(a.flip(1)))
+        return self.h(self.b(a)) + self.b(a)[:, :CLASSES]
+
+
+@pytest.mark.parametrize("method", ["heterofl:rates=1/0.5", "fedrolex:rates=1/0.5"])
+@pytest.mark.parametrize("kind", ["parallel", "skip", "twice", "mixed", "another order", "after the head"])
+def test_models_whose_layers_do_not_follow_each_other_are_rejected(kind, method):
+    with pytest.raises(ConfigError, match=r"need layers that follow each other, but .* unit by unit"):
+        unskew.run(federation(), rounds=1, method=method, model=Wired(kind))
+
+
+def test_layers_between_others_may_change_values_in_place_or_units_one_by_one():
+    narrowed = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Conv2d(4, 5, 1), nn.AdaptiveAvgPool2d(1), nn.Flatten(),
+        nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Dropout(0.5), nn.Linear(6, CLASSES),
+    )  # fmt: skip
+    assert unskew.run(federation(), rounds=1, method="heterofl:rates=1/0.5", model=narrowed).vector.isfinite().all()
+
+
 @pytest.mark.parametrize("other", ["scaffold", "ditto", "fedlc", "fedals"])
 def test_rules_that_need_the_full_model_are_rejected(other):
     with pytest.raises(MethodConflictError):

@@ -62,7 +62,7 @@ class CCVR(ClientRule):
     uploads: ClassVar[bool] = True
     upload_ranges: ClassVar[Mapping[str, tuple[float, float]]] = {"counts": (0.0, 1e38)}
     survey_at: ClassVar[SurveyTime | None] = "final"
-    needs = ("one_class", "unweighted")
+    needs = ("one_class", "unweighted", "logits_of_head")
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(0.001, 0.1), "samples": one_of(100, 500, 2000)}
     idle_options = (({"epochs": 0}, ("samples", "lr", "ridge")),)
 

@@ -54,7 +54,7 @@ class FedALA(ClientRule):
     paper: ClassVar[str] = "Zhang et al. 2023, arXiv:2212.01197"
     changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it computes the head alone from one feature vector per sample"
-    needs = ("vector", "final_training", "whole_updates")
+    needs = ("vector", "final_training", "whole_updates", "logits_of_head")
     trains_alone: ClassVar[bool] = True
     final_steps: ClassVar[int | None] = 0
     has_personal_model: ClassVar[bool] = True

@@ -84,7 +84,7 @@ class FedGen(ClientRule):
     # One decade on each side of the original's 10.
     spaces: ClassVar[Mapping[str, Space]] = {"a": log_range(1.0, 100.0), "b": log_range(1.0, 100.0)}
     tasks_reason: ClassVar[str] = "each feature that it generates has one class"
-    needs = ("one_class", "unweighted", "individual")
+    needs = ("one_class", "unweighted", "individual", "logits_of_head")
     idle_options = (({"gen_steps": 0}, ("gen_lr", "beta_s", "eta_div")),)
 
     a: NonNegative = 10.0

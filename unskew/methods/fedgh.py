@@ -49,7 +49,7 @@ class FedGH(ClassMeans):
     exchange: ClassVar[str] = (
         "clients send the mean features of their classes and receive a head that the server trains on them"
     )
-    needs = ("one_class", "unweighted", "individual")
+    needs = ("one_class", "unweighted", "individual", "logits_of_head")
     # One decade on each side of the authors' 0.01.
     spaces: ClassVar[Mapping[str, Space]] = {"lr": log_range(1e-3, 0.1)}
     idle_options = (({"epochs": 0}, ("lr", "batch")),)

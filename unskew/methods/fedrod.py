@@ -60,6 +60,7 @@ class FedRoD(LogitAdjustment, HeadReplacement, LocalHeadParameters):
     summary: ClassVar[str] = "a shared balanced head, and a head of each client's own that corrects it"
     paper: ClassVar[str] = "Chen and Chao 2022, arXiv:2107.00778"
     class_targets: ClassVar[bool] = True
+    needs = ("one_class", "unweighted", "logits_of_head")
     # Half a decade around the paper's 1.
     spaces: ClassVar[Mapping[str, Space]] = {"gamma": log_range(0.3, 3.0)}
     local_parameters: ClassVar[tuple[str, ...]] = ("personal.weight", "personal.bias")

@@ -20,13 +20,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import lru_cache
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from pydantic.dataclasses import dataclass
-from torch import Tensor
+from torch import Tensor, nn
 
-from unskew.methods.lora_factors import lora_layers
+from unskew.errors import ConfigError
+from unskew.methods.lora_factors import ADAPTER, lora_layers
 from unskew.methods.lora_ranks import WEIGHT, RankedFactors, components, first_components, model_rank
 from unskew.models.execution import Batch
 from unskew.models.spec import ModelSpec, mask_slices
@@ -57,6 +58,21 @@ class FLoRA(RankedFactors):
     conflict: ClassVar[str] = "flora's clients train new LoRA factors in each round"
 
     ranks: str = ""
+
+    def adapt(self, module: nn.Module, head: str) -> tuple[nn.Module, str]:
+        """Add products of factors to the weights, because clients start with ``B = 0``.
+
+        Args:
+            module: Model with LoRA factors.
+            head: Name of its head.
+        """
+        module, head = super().adapt(module, head)
+        layers: list[Any] = [layer for layer in module.modules() if ADAPTER in getattr(layer, "lora_A", ())]
+        with torch.no_grad():
+            for layer in layers:
+                layer.get_base_layer().weight += layer.get_delta_weight(ADAPTER)
+                layer.lora_B[ADAPTER].weight.zero_()
+        return module, head
 
     def rank_of(self, client: int, spec: ModelSpec) -> int:
         """Return the rank of a client's factors.
@@ -109,8 +125,17 @@ class FLoRA(RankedFactors):
         Args:
             state: State of the rule, which is empty.
             updates: Factors and updates of the clients.
+
+        Raises:
+            ConfigError: If the model has products of factors, which clients did not receive.
         """
         spec = updates.spec
+        parts = torch.split(updates.v_global, spec.sizes)
+        if any(parts[layer.b].any() for layer in lora_layers(spec)):
+            raise ConfigError(
+                "The run in start_from has trained LoRA factors, which flora does not send to clients. Start from a run of "
+                "flora, or from the exported model of that run."
+            )
         delta = updates.aggregate.delta
         values = list(torch.split(delta, spec.sizes))
         # Updates are differences to the server's factors, which are not sent and do not change.

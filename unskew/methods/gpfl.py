@@ -19,7 +19,7 @@ of the authors' script for their convolutional network.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, ClassVar
 
 import torch
@@ -28,12 +28,14 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 from torch import Tensor, nn
 
+from unskew.errors import ConfigError
 from unskew.methods.head_replacement import HeadReplacement, head_parameters_of
 from unskew.methods.partial_sharing import LocalHeadParameters, head_parameters
 from unskew.models.execution import Batch, LossFn
 from unskew.models.spec import slices_mask
 from unskew.protocol.federation_info import ClientDataView
 from unskew.protocol.rules import START, Context, Tensors
+from unskew.protocol.run_context import PreRunContext
 from unskew.protocol.search_space import Space, log_range
 
 
@@ -84,6 +86,16 @@ class GPFL(HeadReplacement, LocalHeadParameters):
     def new_head(self, linear: nn.Linear) -> ConditionedHead:
         """Return the linear head with conditions and embeddings."""
         return ConditionedHead(linear)
+
+    def check(self, run: PreRunContext) -> Sequence[str]:
+        """Validate the shared part, and that the head has an output, and so an embedding, for each class."""
+        embeddings = head_parameters_of(run.spec, run.spec.flatten())["embeddings"]
+        if len(embeddings) != run.spec.classes:
+            raise ConfigError(
+                f"gpfl needs a head with {run.spec.classes} outputs, one for each class, but {run.spec.head_name!r} has "
+                f"{len(embeddings)}. Remove head, or name the module that returns the logits."
+            )
+        return super().check(run)
 
     def client_info(self, data: ClientDataView) -> Tensors:
         """Return the client's training samples per class, which stay at the client."""

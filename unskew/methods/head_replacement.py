@@ -43,8 +43,11 @@ class HeadReplacement(ClientRule):
             )
         if not head:
             return nn.Sequential(self.new_head(linear)), "0"
-        parent, _, name = head.rpartition(".")
-        setattr(module.get_submodule(parent), name, self.new_head(linear))
+        new = self.new_head(linear)
+        for parent in list(module.modules()):
+            for name, child in list(parent._modules.items()):  # a layer may have several names
+                if child is linear:
+                    setattr(parent, name, new)
         return module, head
 
 

@@ -107,10 +107,16 @@ class HeteroFL(LogitAdjustment, PartialSharing):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If a layer is neither linear, a convolution nor BatchNorm, or no client could send the statistics of
-                BatchNorm.
+            ConfigError: If a layer is neither linear, a convolution nor BatchNorm, layers do not follow each other, or no
+                client could send the statistics of BatchNorm.
         """
         submodel(run.spec, min(self.shares), 0)
+        broken = break_in_sequence(run.spec) if self.trains_sub_models else None
+        if broken is not None:
+            raise ConfigError(
+                f"Sub-models of different width need layers that follow each other, but {broken} gets something else than "
+                "the outputs of the layer before it, unit by unit. Use mlp, cnn or another sequential model."
+            )
         if sum(run.spec.buffer_sizes) and 1 not in self.shares:
             raise ConfigError(
                 f"Only clients with the full model send the statistics of BatchNorm, but {self.name}:rates={self.rates} has "
@@ -255,3 +261,69 @@ def submodel(spec: ModelSpec, rate: float, shift: int) -> Slices:
     prefix = {name.removeprefix("."): mask for name, mask in masks.items()}
     mask = torch.cat([prefix[name].reshape(-1) for name in spec.names]) if spec.names else torch.zeros(0)
     return mask_slices(mask)
+
+
+def break_in_sequence(spec: ModelSpec) -> str | None:
+    """Return what does not only depend on the units of the layer before it: a layer, or the output of the model.
+
+    In one pass, the output of each layer becomes a new variable. Gradients then show on which of them an input depends.
+
+    Args:
+        spec: Layout of a model that can be narrowed.
+
+    Returns:
+        The name of the layer, "the output of the model", or None if all layers follow each other.
+    """
+    modules = dict(spec.module.named_modules())
+    inputs: list[tuple[str, Tensor]] = []
+    outputs: list[Tensor] = []
+
+    def cut(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        inputs.append((name, args[0].movedim(unit_axis(name), 1)))
+        outputs.append(output.detach().movedim(unit_axis(name), 1).requires_grad_())
+        return outputs[-1].clone().movedim(1, unit_axis(name))  # a copy, which may be changed in place
+
+    def unit_axis(name: str) -> int:
+        return -1 if isinstance(modules[name], nn.Linear) else 1
+
+    hooks = [
+        modules[name].register_forward_hook(lambda _m, args, output, name=name: cut(name, args, output))
+        for name in spec.layers
+    ]
+    training = spec.module.training
+    x = torch.arange(2 * math.prod(spec.shape)).sin().view(2, *spec.shape).to(spec.flatten()).requires_grad_()
+    try:
+        with torch.enable_grad():
+            inputs.append(("the output of the model", spec.module.eval()(x.clone())))
+    finally:
+        spec.module.train(training)
+        for hook in hooks:
+            hook.remove()
+    names = [name for name, _ in inputs]
+    if spec.head_trains and spec.layers[-1] != spec.head_name:
+        return names[-1]
+    for number, (name, values) in enumerate(inputs):
+        if names[: number + 1] != [*spec.layers, names[-1]][: number + 1]:
+            return name  # a layer that is used twice
+        if number and not follows(values, outputs[number - 1], [x, *outputs[: number - 1]], number == len(outputs)):
+            return name
+    return None
+
+
+def follows(values: Tensor, before: Tensor, others: Sequence[Tensor], last: bool) -> bool:
+    """Return whether the inputs of a layer depend only on the layer before it, unit by unit.
+
+    Args:
+        values: Inputs of the layer, or with ``last`` the outputs of the model.
+        before: Outputs of the layer before it; units are along axis 1.
+        others: Inputs of the model and outputs of earlier layers.
+        last: Whether values may mix units.
+    """
+    counted = values
+    if not last:
+        odd = (torch.arange(before.shape[1]) % 2 == 1).repeat_interleave(values.shape[1] // before.shape[1])
+        counted = values[:, ~odd]
+    if not counted.requires_grad:
+        return False
+    slope, *rest = torch.autograd.grad(counted.sum(), [before, *others], retain_graph=True, allow_unused=True)
+    return slope is not None and all(g is None for g in rest) and (last or not slope[:, 1::2].any())

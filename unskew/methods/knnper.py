@@ -79,7 +79,7 @@ class KNNPer(HeadReplacement, LocalHeadParameters):
     paper: ClassVar[str] = "Marfoq et al. 2022, arXiv:2111.09360"
     changes_start: ClassVar[bool] = True
     tasks_reason: ClassVar[str] = "it mixes probabilities of classes"
-    needs = ("one_class", "unweighted", "final_training")
+    needs = ("one_class", "unweighted", "final_training", "logits_of_head")
     trains_alone: ClassVar[bool] = True
     final_steps: ClassVar[int | None] = 0
     local_parameters: ClassVar[tuple[str, ...]] = ("keys", "labels")

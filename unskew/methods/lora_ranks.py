@@ -44,9 +44,17 @@ class RankedFactors(FactorProducts):
             run: Run to check, with its configuration, federation and model.
 
         Raises:
-            ConfigError: If a rank is larger than the model's, or the model has BatchNorm.
+            ConfigError: If a rank is larger than the model's, layers have factors of different rank, or the model has
+                BatchNorm.
         """
         most = model_rank(run.spec)
+        for layer in lora_layers(run.spec):
+            rank, name = run.spec.shapes[layer.a][0], run.spec.names[layer.a].partition(".lora_A.")[0]
+            if rank != most:
+                raise ConfigError(
+                    f"{self.name} needs LoRA factors of one rank in all layers, but some have rank {most}, and those of "
+                    f"{name} have rank {rank}. Use the same rank for all layers (no rank_pattern), or fedavg or fedex."
+                )
         if max(self.listed_ranks, default=0) > most:
             raise ConfigError(
                 f"{self.name}:ranks={self.ranks} has a rank above {most}, the r of the model's LoRA factors. Set r to the "

@@ -112,7 +112,9 @@ class BoundModel:
         self.parameters = [named[name] for name in spec.names]
         for parameter, view in zip(self.parameters, spec.parameters(self.leaf.detach()).values(), strict=True):
             parameter.data = view
-        for name, view in spec.buffers(self.b).items():
+        views = spec.buffers(self.b)
+        tied = {name: views[first] for name, first in spec.tied.items() if first in views}
+        for name, view in (*views.items(), *tied.items()):
             owner, _, attribute = name.rpartition(".")
             self.module.get_submodule(owner)._buffers[attribute] = view
         self._counters = [

@@ -61,7 +61,7 @@ def use_keyed_dropout(module: nn.Module) -> KeyStream | None:
     """Replace every ``nn.Dropout`` inside ``module``; returns their shared stream, or None if there are none."""
     stream, exchanged = KeyStream(), False
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # also of layers with several names
             if type(child) is nn.Dropout:
                 setattr(parent, name, KeyedDropout(child.p, stream).train(child.training))
                 exchanged = True
@@ -71,7 +71,7 @@ def use_keyed_dropout(module: nn.Module) -> KeyStream | None:
 def restore_dropout(module: nn.Module) -> None:
     """Replace every keyed dropout inside ``module`` by ``nn.Dropout``, for use outside of unskew."""
     for parent in list(module.modules()):
-        for name, child in parent.named_children():
+        for name, child in list(parent._modules.items()):  # also of layers with several names
             if isinstance(child, KeyedDropout):
                 setattr(parent, name, nn.Dropout(child.p).train(child.training))
 

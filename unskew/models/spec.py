@@ -15,13 +15,20 @@ from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from unskew.data.packing import SEPARATOR
 from unskew.errors import ConfigError
 from unskew.models.body_head import find_head, last_layer, split_parts
 from unskew.models.keyed_dropout import restore_dropout, use_keyed_dropout
-from unskew.models.user_modules import convert_dtype, copy_module, describe_error, inspect_training
+from unskew.models.user_modules import (
+    call_with_tensors,
+    check_no_complex_numbers,
+    convert_dtype,
+    copy_module,
+    describe_error,
+    inspect_training,
+    tied_names,
+)
 
 T = TypeVar("T")
 
@@ -60,6 +67,16 @@ def _in_float32(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, .
     return (args[0].float(), *args[1:])
 
 
+def in_row_order(_module: nn.Module, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    """Copy inputs, because normalized ones have their channels last in memory, even if ``contiguous`` sees no difference.
+
+    Args:
+        _module: The model.
+        args: Its arguments, with the inputs first.
+    """
+    return (args[0].clone(memory_format=torch.contiguous_format), *args[1:])
+
+
 class ModelSpec:
     """Layout of a model as a vector.
 
@@ -79,13 +96,15 @@ class ModelSpec:
         per_pixel: Logits are ``[B, C, *sides]`` for inputs ``[B, channels, *sides]``.
 
     Raises:
-        ConfigError: If the model does not accept inputs of this shape, or its output or head do not fit.
+        ConfigError: If the model does not accept inputs of this shape, its output or head do not fit, or it has complex
+            parameters or buffers.
 
     Attributes:
         names: Names of the trainable parameters, in the order of the vector.
         shapes: Shapes of the trainable parameters.
         sizes: Numbers of elements of the trainable parameters.
         size: Number ``d`` of trainable parameters.
+        tied: Names of parameters and buffers that are those of another layer, too, with their names there.
         buffer_names: Names of the floating-point buffers (BatchNorm statistics), in the order of the vector ``[m]``.
         buffer_shapes: Shapes of these buffers.
         buffer_sizes: Numbers of elements of these buffers.
@@ -113,6 +132,7 @@ class ModelSpec:
     shapes: list[tuple[int, ...]]
     sizes: list[int]
     size: int
+    tied: dict[str, str]
     buffer_names: list[str]
     buffer_shapes: list[tuple[int, ...]]
     buffer_sizes: list[int]
@@ -147,6 +167,7 @@ class ModelSpec:
         if any(isinstance(p, nn.parameter.UninitializedParameter) for p in module.parameters()):
             raise ConfigError("The model has uninitialized lazy layers. Run it once on an example before passing it.")
         self.module = copy_module(module)
+        check_no_complex_numbers(self.module)
         convert_dtype(self.module, dtype)
         self.stream = use_keyed_dropout(self.module)
         self.shape = tuple(shape)
@@ -166,6 +187,7 @@ class ModelSpec:
         trainable = {n: p for n, p in self.module.named_parameters() if p.requires_grad}
         if not trainable:
             raise ConfigError("The model has no trainable parameters.")
+        self.tied = tied_names(self.module)
         self.names = list(trainable)
         self.shapes = [tuple(p.shape) for p in trainable.values()]
         self.sizes = [p.numel() for p in trainable.values()]
@@ -178,6 +200,8 @@ class ModelSpec:
         self.counters = {n: b for n, b in self.module.named_buffers() if n in state and not b.is_floating_point()}
         self.outputs, self.widest = {}, 1
         self.layers, self.used = self._trace()
+        if not self._accepts_channels_last():
+            self.module.register_forward_pre_hook(in_row_order)
         self.head_name = find_head(self.module, head, self.used, per_pixel)
         self.head_trains = any(name.startswith(self._prefix) for name in self.names)
         if not self.head_trains and head is not None:
@@ -256,6 +280,21 @@ class ModelSpec:
         used = list(dict.fromkeys(order))
         owners = {name.rpartition(".")[0] for name in self.names}
         return [n for n in used if n in owners], used
+
+    def _accepts_channels_last(self) -> bool:
+        """Return whether a forward pass works on inputs with the channels last in memory; ``view`` may reject them."""
+        if len(self.shape) < 2 or self.integers:
+            return True
+        x = torch.zeros(2, *self.shape[1:], self.shape[0], dtype=self.input_dtype).movedim(-1, 1)
+        training = self.module.training
+        try:
+            with torch.no_grad():
+                self.module.eval()(x)
+        except Exception:  # a model of a user may raise any error; it accepted these values in row order
+            return False
+        finally:
+            self.module.train(training)
+        return True
 
     @property
     def _prefix(self) -> str:
@@ -350,7 +389,7 @@ class ModelSpec:
         }
         try:
             with self.precision(x.device):
-                logits = functional_call(self.module, tensors, (x,))
+                logits = call_with_tensors(self.module, tensors, self.tied, x)
         finally:
             hook.remove()
         return ModelOutput(logits.to(v.dtype), captured[-1])
@@ -384,8 +423,9 @@ class ModelSpec:
         sizes = [math.prod(shape) for shape in own.values()]
         pieces_of_head = torch.split(v if len(v) == sum(sizes) else self.head_of(v), sizes)
         tensors = {name: p.view(own[name]) for name, p in zip(own, pieces_of_head, strict=True)}
+        head = self.module.get_submodule(self.head_name).eval()
         with self.precision(v.device):
-            logits: Tensor = functional_call(self.module.get_submodule(self.head_name).eval(), tensors, (features,))
+            logits: Tensor = call_with_tensors(head, tensors, tied_names(head), features)
         return logits.to(v.dtype)
 
     def load(self, v: Tensor, b: Tensor) -> nn.Module:

@@ -23,6 +23,8 @@ NEEDS = {
     "the rule conflicts with client rules that change the loss",
     "optimizer": "the optimizer's state stays at the client from round to round, neither averaged nor reset",
     "mean_model": "the evaluated model is the mean of the clients' whole models, including slices that were not exchanged",
+    "logits_of_head": "the model returns the output of its head, because the rule computes the head alone or replaces it; "
+    "with one class per sample, log-softmax may follow the head",
     "final_training": "clients train once more from the final model and use the result as their personal models",
 }
 """What a rule may need: the names of ``PROVIDED`` of the task, the others of the simulation."""

@@ -10,7 +10,8 @@ import torch
 
 from unskew.data.federation import Federation, ServerData
 from unskew.errors import ConfigError
-from unskew.models.spec import ModelSpec
+from unskew.models.head_output import head_returns_logits, parameter_outside_head
+from unskew.models.spec import ModelSpec, example_inputs
 from unskew.protocol.round_plan import RoundPlan
 from unskew.protocol.training_config import Buffers, Training
 
@@ -104,6 +105,28 @@ class PreRunContext:
         return (
             f"{name} changes how features are learned, but this model has no trained features: {option} has no effect.",
         )
+
+    def need_logits_of_head(self, name: str) -> None:
+        """Validate that the logits are what the head returns, for rules that compute or replace the head alone.
+
+        Args:
+            name: Name of the rule.
+        """
+        rows, objective = self.federation.test[0][:2], self.federation.objective
+        for spec in self.spec.architectures:
+            shared = parameter_outside_head(spec)
+            if shared is not None:
+                raise ConfigError(
+                    f"{name} computes or replaces the head of the model alone, but another layer has the parameter "
+                    f"{shared!r} of the head, too. Give the head parameters of its own."
+                )
+            x = rows.to("cpu", spec.input_dtype) if len(rows) > 1 else example_inputs(spec)
+            if not head_returns_logits(spec, x, up_to_constant="one_class" in objective.provides):
+                raise ConfigError(
+                    f"{name} computes or replaces the head of the model alone, but the model changes the output of its head "
+                    f"{spec.head_name!r} before it returns it. Return the output of the head itself, or name the module "
+                    "whose output is returned with head='name'."
+                )
 
     def need_numbers(self, name: str) -> None:
         """Validate that inputs are continuous, for rules that learn or generate inputs: text tokens are not."""

@@ -109,6 +109,8 @@ def resolve_run(config: Experiment, federation: Federation, model: ModelLike | N
             )
         check_options_have_effect(rule)
         notes = rule.check(run) or ()
+        if "logits_of_head" in rule.needs:
+            run.need_logits_of_head(rule.name)
         warnings += [notes] if isinstance(notes, str) else notes
         warnings += misspelled_hooks(rule)
     names = split_models(config.model) if coded and model is None else []

@@ -396,7 +396,7 @@ class LanguageModeling(Task):
         return correct
 
     def tally(self, stored: Tensor, y: Tensor) -> Tensor:
-        """Return the number of exact matches, and of texts with targets, ``[2]``."""
+        """Return the number of exact matches, and of rows with targets, ``[2]``."""
         matches = (stored == 1) & (y != TRUNCATED).all(-1)
         return torch.stack([matches.sum(), (self.predictions(y) > 0).sum()]).to(torch.float64)
 

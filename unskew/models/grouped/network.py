@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 from unskew.models.grouped.layers import FUNCTIONS, METHODS, MODULES, VIEWS, is_in_place
 from unskew.models.grouped.values import GroupedPass, GroupedValue, UnsupportedLayerError
 from unskew.models.keyed_dropout import KeyedDropout
-from unskew.models.spec import ModelSpec
+from unskew.models.spec import ModelSpec, in_row_order
 from unskew.models.zoo.proportional import SharedEffect
 
 
@@ -54,7 +54,8 @@ class GroupedNetwork:
         self.spec, self.train = spec, train
         module = spec.module
         before = module.training
-        if any(m._forward_hooks or m._forward_pre_hooks for m in module.modules()):
+        # The order of the inputs in memory does not matter here.
+        if any(m._forward_hooks or {*m._forward_pre_hooks.values()} - {in_row_order} for m in module.modules()):
             raise UnsupportedLayerError("a hook")
         tracer = _Tracer(module.get_submodule(spec.head_name))
         try:
