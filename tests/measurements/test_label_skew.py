@@ -29,7 +29,7 @@ def by_rows(labels, classes):
         distances.append(sum(abs(a - b) for a, b in zip(p, q, strict=True)) / 2)
         gaps.append(sum(a * math.log(a / b) for a, b in zip(p, q, strict=True) if a > 0))
         effective.append(math.exp(-sum(a * math.log(a) for a in p if a > 0)))
-        roots.append((1 / len(own) - 1 / len(everyone)) ** 0.5)
+        roots.append(((1 - 1 / len(labels)) / len(own)) ** 0.5)
         between += len(own) * sum((a - b) ** 2 for a, b in zip(p, q, strict=True))
     K, n = len(labels), len(everyone)
     scatter = n * sum(b * (1 - b) for b in q)

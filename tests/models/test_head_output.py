@@ -51,7 +51,7 @@ def test_a_module_before_the_last_one_does_not_return_the_logits():
     assert not head_returns_logits(spec, torch.zeros(2, FEATURES), up_to_constant=True)
 
 
-@pytest.mark.parametrize("method", ["ccvr", "fedala", "fedetf", "fedgen", "fedgh", "fedrod", "knnper"])
+@pytest.mark.parametrize("method", ["ccvr", "fedala", "fedgen", "fedgh", "fedrod", "knnper"])
 def test_methods_that_compute_the_head_alone_reject_what_follows_it(method):
     with pytest.raises(
         ConfigError, match=f"{method} computes or replaces .* the output of its head 'head' before it retu"

@@ -19,7 +19,7 @@ CODED = {"codes": [0, 3], "targets": 4}
 FOUR = torch.full((4,), 0.25, dtype=torch.float64)
 CENTER = torch.zeros(2, dtype=torch.float64)
 REQUESTS = {
-    "site_scalars": SumRequest("site_scalars", {"classes": 4}, {"counts": 40 * FOUR}),
+    "site_scalars": SumRequest("site_scalars", {"classes": 4}, {"shares": FOUR}),
     "class_means": SumRequest("class_means", {"classes": 4, "inputs": 2}),
     "class_scatter": SumRequest(
         "class_scatter", {"classes": 4, "inputs": 2}, {"means": torch.zeros(4, 2, dtype=torch.float64)}

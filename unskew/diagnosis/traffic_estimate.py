@@ -42,8 +42,8 @@ SAMPLES = 4
 def estimate_traffic(setting: AdviceContext, method: Method) -> tuple[float, float]:
     """Return the bytes that do not depend on the rounds and those per round, up and down, over all clients that take part.
 
-    The method is run with the configured cohorts and rounds, as far as a bounded time allows. Generated data are not created:
-    their traffic is computed from their number and the size of an input.
+    The method is run with the configured cohorts and rounds, or with fewer of both for a shorter time; if it rejects these,
+    with all of them. Generated data are not created: their traffic is computed from their number and the size of an input.
 
     Args:
         setting: Data, model and configuration.

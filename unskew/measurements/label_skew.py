@@ -44,7 +44,7 @@ class LabelSkew(Statistic):
     def second(self, first: Sequence[Sums]) -> list[SumRequest]:
         """Return the request for distances from the class frequencies of all clients."""
         counts = first[0]["counts"].double().clamp(min=0) if first else torch.zeros(0, dtype=torch.float64)
-        return [SumRequest("site_scalars", {"classes": self.classes}, {"counts": counts})]
+        return [SumRequest("site_scalars", {"classes": self.classes}, {"shares": counts / counts.sum().clamp(min=1)})]
 
     def metrics(self, first: Sequence[Sums], second: Sequence[Sums]) -> Metrics:
         """Return the metrics."""
@@ -60,7 +60,9 @@ class LabelSkew(Statistic):
         counts = first[0]["counts"].double().clamp(min=0).numpy()  # noise may make them negative
         shares = counts / max(1.0, counts.sum())
         metrics["label_distance_mean"] = totals["distance"] / K
-        metrics["label_distance_chance"] = label_distance_by_chance(shares, totals["spread"] / K)
+        # Of clients of equal size, a client has the share 1/K of all labels.
+        spread = totals["inverse_root"] / K * max(0.0, 1 - 1 / K) ** 0.5
+        metrics["label_distance_chance"] = label_distance_by_chance(shares, spread)
         metrics["label_entropy_gap"] = totals["divergence"] / K
         metrics["effective_classes"] = totals["classes"] / K
         if self.one_class:

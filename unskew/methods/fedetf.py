@@ -80,7 +80,6 @@ class FedETF(LogitAdjustment, HeadReplacement):
     name: ClassVar[str] = "fedetf"
     summary: ClassVar[str] = "a fixed classifier of equal angles, and a loss balanced by class counts"
     paper: ClassVar[str] = "Li et al. 2023, arXiv:2303.10058"
-    needs = ("one_class", "unweighted", "logits_of_head")
     # From above the authors' 1 for ResNets, where few classes have large logits, to three times their 10.
     spaces: ClassVar[Mapping[str, Space]] = {"scale": log_range(1.0, 30.0)}
 

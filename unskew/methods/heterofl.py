@@ -278,8 +278,8 @@ def break_in_sequence(spec: ModelSpec) -> str | None:
     inputs: list[tuple[str, Tensor]] = []
     outputs: list[Tensor] = []
 
-    def cut(name: str, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
-        inputs.append((name, args[0].movedim(unit_axis(name), 1)))
+    def cut(name: str, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], output: Tensor) -> Tensor:
+        inputs.append((name, (*args, *kwargs.values())[0].movedim(unit_axis(name), 1)))
         outputs.append(output.detach().movedim(unit_axis(name), 1).requires_grad_())
         return outputs[-1].clone().movedim(1, unit_axis(name))  # a copy, which may be changed in place
 
@@ -287,7 +287,9 @@ def break_in_sequence(spec: ModelSpec) -> str | None:
         return -1 if isinstance(modules[name], nn.Linear) else 1
 
     hooks = [
-        modules[name].register_forward_hook(lambda _m, args, output, name=name: cut(name, args, output))
+        modules[name].register_forward_hook(
+            lambda _m, args, kwargs, output, name=name: cut(name, args, kwargs, output), with_kwargs=True
+        )
         for name in spec.layers
     ]
     training = spec.module.training

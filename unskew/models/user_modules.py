@@ -169,7 +169,7 @@ def inspect_training(module: nn.Module, x: Tensor) -> TrainingPass:
             for name, b in module.named_buffers()
         )
     _check_changed_buffers(
-        module, clones, tensors, lambda: call_with_tensors(module, tensors, tied, x[:1].expand_as(x))
+        module, clones, tensors, lambda: call_with_tensors(module, tensors, tied, x[:1].expand_as(x).clone())
     )
     for (label, first), (_, second) in zip(*passes, strict=False):
         if any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(first, second, strict=False)):

@@ -23,15 +23,8 @@ from unskew.tasks.registry import TASKS
 SUMMARY = {
     *("round", "rounds", "retries", "objective", "own_metrics", "seed", "clients", "method", "data", "partition"),
     *("model", "parameters", "buffers", "client_weighting", "engine", "clients_per_group", "target", "synthetic"),
-    *(
-        "partition_hash",
-        "data_checksum",
-        "buffer_bytes_up",
-        "buffer_bytes_down",
-        "report_bytes_up",
-        "updates_skipped",
-        "diverged",
-    ),
+    *("partition_hash", "buffer_bytes_up", "buffer_bytes_down", "report_bytes_up", "updates_skipped", "diverged"),
+    "data_checksum",
     *(
         "kept_round",
         "client",

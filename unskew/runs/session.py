@@ -132,7 +132,9 @@ class Session:
         client_scores |= self.stopping.summary() | final_results.fields | best | omitted
         who = () if attackers is None else attackers.clients
         original = self.evaluator.federation
-        content = self.checkpoints.content() if original is parts.prepared.federation else stored_content(original)
+        content = ""
+        if parts.folder is not None:
+            content = self.checkpoints.content() if original is parts.prepared.federation else stored_content(original)
         summary = summarize(
             config,
             parts.prepared,

@@ -50,7 +50,7 @@ def summarize(
     Args:
         config: Configuration of the run.
         prepared: Training data after the data rules of the method.
-        content: Checksum of the data before these rules.
+        content: Checksum of the data before these rules, for a run with a folder.
         server: Server after the last round.
         recorder: Recorder with all rounds.
         client_scores: Metrics over clients, and those of early stopping.

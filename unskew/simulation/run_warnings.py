@@ -73,7 +73,8 @@ def late_updates_warning(history: Sequence[Mapping[str, Any]]) -> str | None:
     total = late + discarded + sum(row.get("updates", 0) + row.get("skipped", 0) for row in history)
     if 2 * (late + discarded) <= total:
         return None
-    why = "missed network.deadline" if late else "arrived in a later round"
+    reasons = {"missed network.deadline": late, "arrived in a later round": discarded}
+    why = " or ".join(reason for reason, count in reasons.items() if count)
     remedy = "a longer deadline" if late else "shorter delays"
     return (
         f"{late + discarded} of {total} updates {why} and were lost. Use {remedy}, or a method that uses late updates, such "

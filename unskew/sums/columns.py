@@ -67,6 +67,8 @@ def listing(request: SumRequest) -> str:
 def num_behind_sums(rows: ClientRows, request: SumRequest) -> Tensor:
     """Return how many values each sum over a column or target describes; of few distinct values, the rarest one counts.
 
+    A site hides sums and numbers of values by these sizes.
+
     Args:
         rows: Rows of a client.
         request: Request of columns and targets.

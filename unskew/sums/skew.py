@@ -22,10 +22,10 @@ from unskew.sums.columns import sizes_of_columns
 
 SIZES = ("clients", "rows", "rows2")
 """Numbers of ``site_scalars`` on the size of a client: 1, ``n_k``, ``n_k^2``."""
-SCALARS = ("clients", "distance", "divergence", "classes", "spread", "between")
+SCALARS = ("clients", "distance", "divergence", "classes", "inverse_root", "between")
 """Numbers of ``site_scalars`` on its labels: 1, total variation distance and Kullback-Leibler divergence from the class
-frequencies ``q`` of all clients, exponential of the entropy, ``sqrt(1/m_k - 1/m)`` with the client's and all clients'
-numbers of labels, and ``m_k ||q_k - q||^2``.
+frequencies ``q`` of all clients, exponential of the entropy, ``m_k^-1/2`` with the number ``m_k`` of labels, and
+``m_k ||q_k - q||^2``.
 """
 
 
@@ -77,25 +77,22 @@ class SiteScalars(SumKind):
     name = "site_scalars"
     permission = "counts"
     arguments = ScalarArguments
-    constants = ("counts",)
-    once = ("counts",)
+    constants = ("shares",)
+    once = ("shares",)
 
     def compute(self, rows: ClientRows, request: SumRequest) -> Sums:
         """Return a client's summands."""
         classes = int(request.args["classes"])
-        every = request.tensor("counts", classes).numpy()
-        if not (every >= 0).all():
-            raise DataError("The request for site_scalars has negative class counts.")
-        total = max(1.0, every.sum())
-        shares = every / total
+        shares = request.tensor("shares", classes).numpy()
+        if not (shares >= 0).all() or shares.sum() > 1 + 1e-6:
+            raise DataError("The request for site_scalars has class frequencies that do not add up to 1.")
         sums = {"sizes": torch.tensor([1.0, rows.num_rows, rows.num_rows**2], dtype=torch.float64)}
         if classes:
             counts = class_counts(rows).double().numpy()
             labels = max(1.0, counts.sum())
             distance, entropy, divergence = (float(values[0]) for values in label_distances(counts[None], shares))
             between = labels * np.square(counts / labels - shares).sum()
-            spread = max(0.0, 1 / labels - 1 / total) ** 0.5  # the client is a part of all clients
-            values = [1.0, distance, divergence, np.exp(entropy), spread, between]
+            values = [1.0, distance, divergence, np.exp(entropy), labels**-0.5, between]
             sums["labels"] = torch.tensor(values, dtype=torch.float64)
         return sums
 
@@ -219,7 +216,7 @@ class ClassMeans(SumKind):
         return True
 
     def group_sizes(self, rows: ClientRows, request: SumRequest) -> Sums:
-        """Return the number of samples of each class."""
+        """Return the number of samples of each class, and of those with the rarest value of a column."""
         return dict.fromkeys(self.shapes(request), group_counts(rows, request))
 
     def describe(self, request: SumRequest) -> str:

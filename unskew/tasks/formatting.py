@@ -139,7 +139,7 @@ def method_title(row: Mapping[str, Any]) -> str:
     count, seeds = row.get("diverged", 0), row["seeds"]
     defined = row.get("seeds_defined", seeds)
     notes = ["diverged" if seeds == 1 else f"{count} of {seeds} diverged"] if count else []
-    if 0 < defined < seeds:
+    if 0 < defined < seeds - count:
         notes.append(f"value in {defined} of {seeds} seeds")
     return f"{row['method']} ({', '.join(notes)})" if notes else str(row["method"])
 

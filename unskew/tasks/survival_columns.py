@@ -78,10 +78,12 @@ def event_value(name: str, values: Collection[str]) -> str | None:
     ('2', 'Dead', 'failed')
     >>> event_value("censored", ["0", "1"]), event_value("censored", ["no", "yes"]), event_value("censored", ["1", "2"])
     ('0', 'no', None)
+    >>> event_value("uncensored", ["no", "yes"]), event_value("not_censored", ["0", "1"])
+    ('yes', None)
     """
     known = sorted(values)
     absent = r".*free"
-    if "censor" in name.lower():
+    if re.search(r"(?<!un)(?<!non)(?<!non.)(?<!not)(?<!not.)censor", name, re.I):
         absent = r"1|y|yes|censor\w*" if known != ["1", "2"] else "(?!)"
     elif known == ["1", "2"]:
         return "2"

@@ -158,8 +158,8 @@ class SurvivalPredictions:
         """
         cells = {}
         for name, horizon in zip(time_names(self.horizons), self.horizons, strict=True):
-            found = risk_calibration(self.risk_at(horizon), self.time, self.event, horizon)
-            x, y, rows = found[np.isfinite(found[:, 1])].T
+            parts = risk_calibration(self.risk_at(horizon), self.time, self.event, horizon)
+            x, y, rows = parts[np.isfinite(parts[:, 1])].T
             cells[name] = {"x": x.round(4).tolist(), "y": y.round(4).tolist(), "rows": rows.tolist()}
         return cells
 

@@ -45,11 +45,11 @@ class Curve:
         if self.step:
             ones = np.ones((*self.values.shape[:-1], 1))
             steps = np.concatenate([ones, self.values], -1)
-            found = steps[..., np.searchsorted(self.times, times, "right")]
+            values = steps[..., np.searchsorted(self.times, times, "right")]
         else:
-            found = np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values))
-        unknown = (times > np.asarray(self.end)[..., None]) & (found > 0)
-        return np.where(unknown, np.nan, found)
+            values = np.interp(times, np.append(0.0, self.times), np.append(1.0, self.values))
+        unknown = (times > np.asarray(self.end)[..., None]) & (values > 0)
+        return np.where(unknown, np.nan, values)
 
 
 def kaplan_meier(time: np.ndarray, event: np.ndarray, counts: np.ndarray | None = None) -> Curve:

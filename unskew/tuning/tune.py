@@ -227,7 +227,7 @@ def _remember(folder: Path, plan: TuningPlan, seeds: list[int]) -> None:
         differing = [key for key in {**options, **before} if before.get(key) != options.get(key)]
     if differing:
         key = differing[0]
-        if key == CHECKSUM:
+        if key == CHECKSUM and key in before:
             raise ConfigError(
                 f"The data differ from those of the tuning in {folder} (content {options[key]} instead of "
                 f"{before.get(key)}). Continue with the same data and library versions, or choose another folder with --out."

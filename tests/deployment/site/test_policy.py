@@ -378,7 +378,7 @@ def test_the_stored_gradient_is_that_of_its_experiment(tmp_path):
 
 def scalars(policy, shares):
     """The distance of a site's labels from chosen frequencies, as a summand of a masked sum."""
-    request = SumRequest("site_scalars", {"classes": 3}, {"counts": 1000 * torch.tensor(shares).double()})
+    request = SumRequest("site_scalars", {"classes": 3}, {"shares": torch.tensor(shares).double()})
     return float(ask(policy, request, hundred(), masked=True)["labels"][1])
 
 
@@ -386,13 +386,13 @@ def test_masked_distances_from_several_frequencies_cannot_reveal_a_sites_counts(
     """The distance has a kink at the frequency of a class, here 0.3; a sum over sites has one for each site."""
 
     def kink(policy):
-        below, at, above = (scalars(policy, [share, 1 - share, 0.0]) for share in (0.29, 0.3, 0.31))
+        below, at, above = (scalars(policy, [share, 0.0, 0.0]) for share in (0.29, 0.3, 0.31))
         return below - 2 * at + above
 
-    with pytest.raises(ConfigError, match="other counts for site_scalars"):
+    with pytest.raises(ConfigError, match="other shares for site_scalars"):
         kink(site(tmp_path / "on"))
-    with pytest.raises(DataError, match="negative class counts"):
-        scalars(site(tmp_path / "more"), [0.9, -0.9, 0.0])
+    with pytest.raises(DataError, match="do not add up to 1"):
+        scalars(site(tmp_path / "more"), [0.9, 0.9, 0.0])
     monkeypatch.setattr(policy_module, "only_values", lambda *_: {})
     assert kink(site(tmp_path / "off")) == pytest.approx(0.01)
 
@@ -664,6 +664,13 @@ def test_moments_of_few_values_are_not_sent(tmp_path):
         policy = site(tmp_path / str(len(rules)), **rules)
         found = [float(ask(policy, MOMENTS, patients)["sums"]), float(ask(policy, squares, patients)["squares"])]
         assert found == expected
+
+
+def test_sums_of_no_columns_are_empty(tmp_path):
+    """As of a table with categories only."""
+    patients = hundred()
+    patients.rows = replace(patients.rows, columns=(), numbers=np.zeros((100, 0)))
+    assert ask(site(tmp_path), SumRequest("column_moments", {"columns": []}), patients)["sums"].shape == (0,)
 
 
 TWO_VALUES = {

@@ -297,7 +297,7 @@ class StatisticsPolicy:
             groups, small = stored.get(f"groups/{name}"), None
             if groups is not None:
                 # Every row is in a group, but the size of a group may be that of a part of it.
-                columns = groups.reshape(len(groups), -1).unbind(1)
+                columns = groups.unbind(1) if groups.dim() > 1 else (groups,)
                 each = [small_cells(sizes, least, total and int(sizes.sum())) for sizes in columns]
                 small = torch.stack(each).any(0)
             elif name in kind.cells(request):
