@@ -51,6 +51,16 @@ def test_the_ensemble_is_the_mean_of_logits():
     assert_close(ensemble_logits(spec, [(v, v[:0]) for v in vs], x).numpy(), expected)
 
 
+def test_rounds_before_the_first_distillation_are_those_of_fedavg_with_a_compressed_broadcast():
+    """The server keeps what the code of the broadcast loses."""
+    code = "topk:share=0.2,down=true"
+    given = {"rounds": 4, "eval_every": 1}
+    both = run(f"{QUICK},start_round=3+{code}", **given), run(f"fedavg+{code}", **given)
+    mine, theirs = ([row["loss"] for row in result.history] for result in both)
+    assert mine[:3] == theirs[:3]
+    assert mine[3] != theirs[3]
+
+
 def test_the_generators_loss_in_closed_form():
     spec, draws = linear_spec(), torch.Generator().manual_seed(0)
     vs = [torch.randn(spec.size, generator=draws, dtype=torch.float64) for _ in range(3)]
