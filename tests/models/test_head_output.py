@@ -19,7 +19,7 @@ AFTER = {
     "a cap": lambda logits, factor: 30 * torch.tanh(logits / 30),
     "another order": lambda logits, factor: logits.flip(1),
 }
-"""What a model does with the output of its head."""
+"""Operations on the output of the head, by name."""
 
 
 class Continued(nn.Module):

@@ -105,7 +105,7 @@ def _options(options: dict[str, object]) -> str:
 def overview_table(results: Sequence[FederationResults], methods: Sequence[str], view: View) -> Line:
     """Return the table of methods over federations: decided wins and losses, mean difference and mean rank.
 
-    There is no mean difference if the federations' differences have different units.
+    If the differences of the federations have different units, their mean and median are left out.
 
     Args:
         results: Outcomes of the federations.

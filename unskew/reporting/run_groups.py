@@ -184,11 +184,8 @@ def _have_other_inputs(run: RunFiles, other: RunFiles) -> bool:
 
 def distinguish_titles(groups: Sequence[RunGroup]) -> list[RunGroup]:
     """Return groups in which equal titles are followed by the fields in which the groups differ."""
-    for names in (SHARED, METRICS, CONTENT):
-        values = [
-            {name: group.runs[0].config.get(name) if names == SHARED else _used(group.runs[0], name) for name in names}
-            for group in groups
-        ]
+    for names, value in ((SHARED, _configured), (METRICS, _used), (CONTENT, _used)):
+        values = [{name: value(group.runs[0], name) for name in names} for group in groups]
         distinct = []
         for group, own in zip(groups, values, strict=True):
             same = [fields for fields, other in zip(values, groups, strict=True) if other.title == group.title]
@@ -197,6 +194,11 @@ def distinguish_titles(groups: Sequence[RunGroup]) -> list[RunGroup]:
             distinct.append(replace(group, title=", ".join([group.title, *fields])))
         groups = distinct
     return [*groups]
+
+
+def _configured(run: RunFiles, name: str) -> object:
+    """Return the configured value of a field."""
+    return run.config.get(name)
 
 
 def _used(run: RunFiles, name: str) -> object:

@@ -110,7 +110,7 @@ class EarlyStopping:
     def should_stop(self) -> bool:
         """Return whether the last ``early_stopping`` evaluations brought no improvement.
 
-        An objective that is not finite is no improvement.
+        An evaluation whose objective is NaN or infinite counts as no improvement.
         """
         if self.config.early_stopping is None:
             return False

@@ -141,7 +141,7 @@ class Task(TaskTargets, TaskConstants):
 
     @property
     def of_other_rows(self) -> Task:
-        """Task for the metrics of rows that are no sample of all clients, such as those of one client or of a new file."""
+        """Task for the metrics of rows that do not represent all clients, such as those of one client or of a new file."""
         return self
 
     def loss(self, logits: Tensor, y: Tensor) -> Tensor:

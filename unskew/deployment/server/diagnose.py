@@ -42,7 +42,7 @@ from unskew.sums.skew import has_class_means
 from unskew.sums.statistics import Statistic, collect
 from unskew.tasks.registry import TASKS
 
-SHOWN = {
+SHOWN_AS = {
     "histogram": "quartiles",
     "missing": "missing values",
     "column_moments": "means",
@@ -51,7 +51,7 @@ SHOWN = {
     "gradient": "gradients",
     "survival_table": "survival times",
 }
-"""What the sums of each kind are shown as, except class counts."""
+"""Results that are computed from the sums of each kind, except class counts, which have a note of their own."""
 LEAST_COUNT = 10
 """With masks, sites send exact counts, so that those of all sites below this number are not shown."""
 LARGEST = 10_000
@@ -391,7 +391,7 @@ def hidden_counts(exchange: RecordedExchange, run: ResolvedRun) -> list[str]:
         run: Data that the sites have agreed on.
     """
     notes = []
-    if few := [f"{name} ({len(exchange.hidden[kind])})" for kind, name in SHOWN.items() if exchange.hidden[kind]]:
+    if few := [f"{name} ({len(exchange.hidden[kind])})" for kind, name in SHOWN_AS.items() if exchange.hidden[kind]]:
         notes.append(
             f"Sites hide some counts or sums (number of sites): {', '.join(few)}. Few rows are behind them (min_count in "
             "site.yaml); what is shown describes the other rows only."

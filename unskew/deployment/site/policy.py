@@ -294,15 +294,16 @@ class StatisticsPolicy:
         least, noisy, positions = self.rules.min_count, self.rules.epsilon is not None, {}
         total = int(stored["rows"]) if kind.disjoint(rows) else None
         for name, tensor in own.items():
-            groups, small = stored.get(f"groups/{name}"), None
+            groups = stored.get(f"groups/{name}")
             if groups is not None:
-                # Every row is in a group, but the size of a group may be that of a part of it.
-                columns = groups.unbind(1) if groups.dim() > 1 else (groups,)
-                each = [small_cells(sizes, least, total and int(sizes.sum())) for sizes in columns]
-                small = torch.stack(each).any(0)
+                small = torch.zeros(len(groups), dtype=torch.bool)
+                for sizes in groups.unbind(1) if groups.dim() > 1 else (groups,):
+                    # Every row is in a group, but the size of a group may be that of a part of it.
+                    rows_of_groups = None if total is None else int(sizes.sum())
+                    small |= small_cells(sizes, least, rows_of_groups)
             elif name in kind.cells(request):
                 small = tensor < least if noisy else small_cells(tensor, least, total)
-            if small is None:
+            else:
                 continue
             own[name] = tensor.masked_fill(small.reshape(*small.shape, *[1] * (tensor.dim() - small.dim())), 0)
             if small.any():

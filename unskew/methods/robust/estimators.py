@@ -118,10 +118,10 @@ def geometric_median(points: Tensor) -> Tensor:
     """Compute the point with the smallest sum of distances, ``[d]``.
 
     Weiszfeld's steps start from the coordinate-wise median, so that no minority decides how long they take. A center that
-    coincides with points moves as Vardi and Zhang 2000 (PNAS 97(4)) derive: only if the other points outweigh them. Without
-    convergence, the nearest point is returned if the others do not outweigh it. The
-    steps run in float64 in a rotated space of ``n`` dimensions that contains the points, and each column of the rotation has
-    a small relative error, so points far away do not make the others less exact.
+    coincides with points moves as Vardi and Zhang 2000 (PNAS 97(4)) derive: only if the other points outweigh them. If the
+    steps do not converge, and the other points do not outweigh the nearest one, that point is the median. The steps run in
+    float64 in a rotated space of ``n`` dimensions that contains the points, and each column of the rotation has a small
+    relative error, so points far away do not make the others less exact.
 
     Args:
         points: Points, ``[n, d]``.
@@ -145,10 +145,10 @@ def geometric_median(points: Tensor) -> Tensor:
             break
         shares = (1 - stay) * weights / weights.sum() + stay * shares
     else:  # steps towards a point in which the others just balance become ever shorter
-        nearest = offsets - offsets[distances.argmin()]
-        lengths = nearest.norm(dim=1)
+        from_nearest = offsets - offsets[distances.argmin()]
+        lengths = from_nearest.norm(dim=1)
         others = lengths > TOLERANCE * spread
-        if (nearest[others] / lengths[others, None]).sum(0).norm() <= (~others).sum() * (1 + TOLERANCE):
+        if (from_nearest[others] / lengths[others, None]).sum(0).norm() <= (~others).sum() * (1 + TOLERANCE):
             shares = (~others).to(shares) / (~others).sum()
     median = start.double()
     for share, point in zip(shares, points, strict=True):
